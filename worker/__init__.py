@@ -1,0 +1,1 @@
+"""The worker: one job at a time on one device."""

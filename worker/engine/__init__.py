@@ -1,0 +1,1 @@
+"""Runs the model: the only folder that touches MLX."""
