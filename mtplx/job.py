@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -148,7 +147,8 @@ def _int(low: int, high: int) -> Callable[[str, Any], int]:
 
 def _float(wanted: str, holds: Callable[[float], bool]) -> Callable[[str, Any], float]:
     def check(name: str, value: Any) -> float:
-        if type(value) not in (int, float) or not math.isfinite(value) or not holds(value):
+        # NaN fails every comparison of `holds`; an int too large for a float is out of every range.
+        if type(value) not in (int, float) or abs(value) > MAX_SEED or not holds(value):
             raise _wrong(name, wanted, value)
         return float(value)
 
@@ -250,7 +250,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "min_p": _float("a number from 0 to 1", lambda x: 0 <= x <= 1),
     "seed": _int(0, MAX_SEED),
     "stop": _stop,
-    "repetition_penalty": _float("a number above 0, at most 100", lambda x: 1e-3 <= x <= 100),
+    "repetition_penalty": _float("a number from 0.001 to 100", lambda x: 1e-3 <= x <= 100),
     "presence_penalty": _float("a number from -100 to 100", lambda x: abs(x) <= 100),
     "frequency_penalty": _float("a number from -100 to 100", lambda x: abs(x) <= 100),
     "penalty_window": _int(0, MAX_INT),
