@@ -129,12 +129,13 @@ class WireError(MtplxError):
 
 
 class ProtocolError(WireError):
-    """Bytes that are not a valid MTX/1 message."""
+    """Bytes that are not a valid MTX/1 message. `job_id` is set where the id could still be read."""
 
     def __init__(
         self, message: str, *, field: str, code: str = "E_PROTOCOL", detail: dict[str, Any] | None = None
     ) -> None:
         super().__init__(message, code=code, field=field, detail=detail)
+        self.job_id: bytes | None = None
 
 
 class BadJobError(WireError):

@@ -128,11 +128,13 @@ def context_error(name: str, prompt_tokens: int, context: int) -> BadJobError:
 
 
 def _shown(name: Any) -> str:
-    return name[:64] if isinstance(name, str) else repr(name)[:64]
+    return name[:64] if isinstance(name, str) else type(name).__name__
 
 
 def _wrong(name: str, wanted: str, value: Any) -> BadJobError:
-    got = "null" if value is None else f"{type(value).__name__} {value!r}"[:80]
+    # Containers are hostile to repr(): deep ones recurse, long ones take time.
+    shown = "" if isinstance(value, Mapping | list | tuple | bytes) else f" {value!r}"[:64]
+    got = "null" if value is None else f"{type(value).__name__}{shown}"
     return BadJobError(f"{name} must be {wanted}, not {got}.", field=name)
 
 

@@ -1,0 +1,431 @@
+"""Every message of MTX/1, one frozen dataclass each: the single source of the protocol.
+
+The codec (`wire.py`), the tables of `docs/protocol.md` and the golden vectors are made from this file.
+A field is `Annotated[python type, wire type, "meaning"]`; `BODY` puts it into the body map (frame 3)
+instead of the header map (frame 2); a default makes it optional. Times end in their unit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Any, ClassVar
+
+VERSION = 1
+MAGIC = b"MTX" + bytes([VERSION])
+
+
+class Wire(Enum):
+    """Wire types; the value is the name used in the documents."""
+
+    ID = "bin 16"
+    UINT = "uint"
+    FLOAT = "float"
+    BOOL = "bool"
+    STR = "str"
+    UINTS = "[uint]"
+    STRS = "[str]"
+    STR_MAP = "{str: str}"
+    MAP = "{str: any}"
+    LOGPROBS = "[[[uint, float]]]"
+    RAW = "msgpack"
+
+
+BODY = "body"
+ID, UINT, FLOAT, BOOL, STR = Wire.ID, Wire.UINT, Wire.FLOAT, Wire.BOOL, Wire.STR
+
+JobId = Annotated[bytes, ID, "The job, drawn at random by the producer."]
+Attempt = Annotated[int, UINT, "Number of the try on a worker, from 1."]
+Lease = Annotated[int, UINT, "The right to run this attempt; messages of an older lease change nothing."]
+First = Annotated[int, UINT, "Index of the first token in the answer, from 0."]
+Count = Annotated[int, UINT, "How many tokens."]
+TokenIds = Annotated[tuple[int, ...], Wire.UINTS, BODY, "Token ids, in order."]
+Text = Annotated[str, STR, BODY, "Text these tokens release; empty while it is held back."]
+# A list per token, of (id, log-probability) pairs, most likely first.
+Logprobs = tuple[tuple[tuple[int, float], ...], ...]
+LogprobsField = Annotated[
+    Logprobs | None, Wire.LOGPROBS, BODY, "Per token the most likely ids with the log-softmax of the raw logits."
+]
+Headers = Annotated[dict[str, str] | None, Wire.STR_MAP, "Trace context (`traceparent`, `tracestate`) and `x-*`."]
+Credit = Annotated[int | None, UINT, "How many chunks may be sent unasked; absent = no limit."]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """The base of all messages."""
+
+    KIND: ClassVar[int]
+
+
+# --- producer to broker
+
+
+@dataclass(frozen=True, slots=True)
+class Hello(Message):
+    """Opens a conversation; answered by WELCOME."""
+
+    KIND: ClassVar[int] = 0x01
+    versions: Annotated[tuple[int, ...], Wire.UINTS, "Major versions the producer speaks."]
+    client: Annotated[str, STR, "Name and version of the producer's library, for people."] = ""
+    caps: Annotated[tuple[str, ...], Wire.STRS, "Capabilities the producer offers; none are defined yet."] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Submit(Message):
+    """Asks for a job; answered by ADMITTED or ERROR."""
+
+    KIND: ClassVar[int] = 0x02
+    id: JobId
+    job: Annotated[bytes, Wire.RAW, BODY, "The job: a map, see the table of job fields."]
+    credit: Credit = None
+    deadline_ms: Annotated[int | None, UINT, "Ends the job with E_EXPIRED this long after admission."] = None
+    queue_ttl_ms: Annotated[int | None, UINT, "Ends the job with E_EXPIRED if it still waits after this."] = None
+    finish: Annotated[bool, BOOL, "Run to the end even if the producer is gone."] = False
+    h: Headers = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel(Message):
+    """Ends a job; its last word follows (DONE with outcome `cancelled`, unless it ended first)."""
+
+    KIND: ClassVar[int] = 0x03
+    id: JobId
+
+
+@dataclass(frozen=True, slots=True)
+class Resume(Message):
+    """Takes up a job's stream on this connection; the rest of the chunks follow."""
+
+    KIND: ClassVar[int] = 0x04
+    id: JobId
+    next_seq: Annotated[int, UINT, "The number the next chunk gets."]
+    tokens: Annotated[int, UINT, "Tokens received so far; nothing below is sent again."]
+    credit: Credit = None
+
+
+@dataclass(frozen=True, slots=True)
+class GiveCredit(Message):
+    """Allows more chunks of a job that was submitted with credit."""
+
+    KIND: ClassVar[int] = 0x05
+    id: JobId
+    upto_seq: Annotated[int, UINT, "Chunks with a number below this may be sent."]
+
+
+@dataclass(frozen=True, slots=True)
+class Ack(Message):
+    """Lets the broker forget a finished job before its retention ends. No answer."""
+
+    KIND: ClassVar[int] = 0x06
+    id: JobId
+
+
+@dataclass(frozen=True, slots=True)
+class Status(Message):
+    """Asks for the broker's health, one job's state, or the list of jobs; answered by STATUS_REPLY."""
+
+    KIND: ClassVar[int] = 0x07
+    id: Annotated[bytes | None, ID, "One job."] = None
+    jobs: Annotated[bool, BOOL, "All jobs, running first, then the line, then finished ones."] = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ping(Message):
+    """Answered by PONG."""
+
+    KIND: ClassVar[int] = 0x08
+    n: Annotated[int, UINT, "Comes back in PONG."] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Bye(Message):
+    """The producer leaves; its jobs without `finish` are cancelled at once. No answer."""
+
+    KIND: ClassVar[int] = 0x09
+
+
+# --- broker to producer
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome(Message):
+    """Answers HELLO."""
+
+    KIND: ClassVar[int] = 0x81
+    version: Annotated[int, UINT, "The major version spoken from here on."]
+    boot_id: Annotated[bytes, ID, "Drawn at each start of the broker."]
+    beat_ms: Annotated[int, UINT, "A producer with open jobs hears from the broker at least this often."]
+    limits: Annotated[
+        dict[str, Any],
+        Wire.MAP,
+        "`max_job_bytes`, `queue_jobs`, `queue_bytes`, `retain_s`, `orphan_s` (integers).",
+    ]
+    server: Annotated[str, STR, "Name and version of the broker, for people."] = ""
+    caps: Annotated[tuple[str, ...], Wire.STRS, "Capabilities the broker offers; none are defined yet."] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted(Message):
+    """The job is in the line. Nothing else implies acceptance."""
+
+    KIND: ClassVar[int] = 0x82
+    id: JobId
+    admit_seq: Annotated[int, UINT, "Place in the order of all admissions; jobs run in this order."]
+    position: Annotated[int, UINT, "Jobs before this one, the running one included."]
+    boot_id: Annotated[bytes, ID, "As in WELCOME."]
+    seed: Annotated[int, UINT, "The seed in force: the job's own, or the one the broker drew."]
+    dup: Annotated[bool, BOOL, "The same job was submitted before; it is not run again."] = False
+
+
+@dataclass(frozen=True, slots=True)
+class Started(Message):
+    """The job was handed to the worker."""
+
+    KIND: ClassVar[int] = 0x83
+    id: JobId
+    attempt: Attempt
+    model: Annotated[str, STR, "Name of the model that runs it."]
+    queue_wait_s: Annotated[float, FLOAT, "Seconds from admission to this moment."]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk(Message):
+    """A numbered piece of the answer."""
+
+    KIND: ClassVar[int] = 0x84
+    id: JobId
+    attempt: Attempt
+    seq: Annotated[int, UINT, "Number of the chunk, gap-free from 0."]
+    first: First
+    n: Count
+    ids: TokenIds
+    text: Text
+    logprobs: LogprobsField = None
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Message):
+    """Last word: the job ended as asked (or was cancelled)."""
+
+    KIND: ClassVar[int] = 0x85
+    id: JobId
+    seq: Annotated[int, UINT, "Number of chunks sent, which a reader compares with its own count."]
+    outcome: Annotated[str, STR, "`stop`, `length` or `cancelled`."]
+    text: Annotated[str, STR, BODY, "The whole answer; equal to the chunks' texts put together."]
+    usage: Annotated[dict[str, Any], Wire.MAP, BODY, "`prompt_tokens`, `cached_tokens`, `completion_tokens`."]
+    timings: Annotated[
+        dict[str, Any],
+        Wire.MAP,
+        BODY,
+        "Seconds: `queue_wait_s`, `prefill_s`, `time_to_first_token_s` (from admission), `decode_s`.",
+    ]
+    seed: Annotated[int, UINT, BODY, "The seed used."]
+    sha256: Annotated[str, STR, BODY, "Hex SHA-256 of the token ids as little-endian uint32."]
+    run: Annotated[
+        dict[str, Any],
+        Wire.MAP,
+        BODY,
+        "How it ran: `model`, `route`, `attempt`, `max_tokens_used`, `row_invariant`, `speculation`.",
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Error(Message):
+    """A refusal, or a last word: the job could not be run to its end. Also broker to worker."""
+
+    KIND: ClassVar[int] = 0x86
+    code: Annotated[str, STR, "One of the error codes."]
+    message: Annotated[str, STR, "A sentence for people: what is wrong and what to do."]
+    retryable: Annotated[bool, BOOL, "The only thing a program should branch on."]
+    id: Annotated[bytes | None, ID, "The job, where there is one."] = None
+    retry_after_ms: Annotated[int | None, UINT, "When to come back."] = None
+    field: Annotated[str | None, STR, "The offending key."] = None
+    detail: Annotated[dict[str, Any] | None, Wire.MAP, "Numbers behind the message."] = None
+
+
+@dataclass(frozen=True, slots=True)
+class StatusReply(Message):
+    """Answers STATUS."""
+
+    KIND: ClassVar[int] = 0x87
+    status: Annotated[dict[str, Any], Wire.MAP, BODY, "Health, a job, or `jobs`."]
+
+
+@dataclass(frozen=True, slots=True)
+class Pong(Message):
+    """Answers PING."""
+
+    KIND: ClassVar[int] = 0x88
+    n: Annotated[int, UINT, "As in PING."] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Draining(Message):
+    """The broker stops; new jobs are refused, open ones get their last word."""
+
+    KIND: ClassVar[int] = 0x89
+
+
+@dataclass(frozen=True, slots=True)
+class Progress(Message):
+    """A timed sign of life for an open job, off a clock and not off progress."""
+
+    KIND: ClassVar[int] = 0x8A
+    id: JobId
+    phase: Annotated[str, STR, "`waiting`, `prefill` or `decode`."]
+    position: Annotated[int, UINT, "Jobs before this one, the running one included."] = 0
+    done: Annotated[int, UINT, "Prompt tokens read (prefill) or tokens drawn (decode)."] = 0
+    total: Annotated[int, UINT, "Of how many: prompt tokens, or the budget."] = 0
+    worker: Annotated[str, STR, "`ready`, `busy` or `absent`."] = ""
+
+
+# --- worker to broker
+
+
+@dataclass(frozen=True, slots=True)
+class Ready(Message):
+    """The worker has a warm model and no job; answered by ACCEPTED or ERROR."""
+
+    KIND: ClassVar[int] = 0x21
+    worker_id: Annotated[bytes, ID, "Drawn at each start of the worker."]
+    pid: Annotated[int, UINT, "Process id on its machine."]
+    mode: Annotated[str, STR, "Scheduler mode; must equal the broker's."]
+    stage: Annotated[str, STR, "Hyper stage in force: `h0`, `h1` or `h2`; empty in serial mode."]
+    model: Annotated[str, STR, "Name of the loaded model."]
+    vocabulary: Annotated[int, UINT, "Token ids are below this."]
+    context: Annotated[int, UINT, "Positions of the model, prompt and answer together."]
+    info: Annotated[
+        dict[str, Any], Wire.MAP, "For health: `device`, `dtype`, `row_invariant`, `width_executor`, `versions`."
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerChunk(Message):
+    """Tokens drawn since the last one; every token is reported."""
+
+    KIND: ClassVar[int] = 0x22
+    id: JobId
+    attempt: Attempt
+    lease: Lease
+    first: First
+    n: Count
+    ids: TokenIds
+    text: Text
+    logprobs: LogprobsField = None
+
+
+@dataclass(frozen=True, slots=True)
+class Final(Message):
+    """The attempt ended as asked or by cancel."""
+
+    KIND: ClassVar[int] = 0x23
+    id: JobId
+    attempt: Attempt
+    lease: Lease
+    finish_reason: Annotated[str, STR, BODY, "`stop`, `length` or `cancelled`."]
+    prompt_tokens: Annotated[int, UINT, BODY, "Tokens of the prompt."]
+    cached_tokens: Annotated[int, UINT, BODY, "Prompt tokens whose rows were reused."]
+    max_tokens_used: Annotated[int, UINT, BODY, "The budget after it was cut to what fits."]
+    prefill_s: Annotated[float, FLOAT, BODY, "Seconds from the start of the attempt to its first token."]
+    decode_s: Annotated[float, FLOAT, BODY, "Seconds from the first token to the last."]
+    sha256: Annotated[str, STR, BODY, "As in DONE."]
+    route: Annotated[str, STR, BODY, "`serial_b1`, or the width executor's name."]
+    row_invariant: Annotated[bool, BOOL, BODY, "Whether rows are computed alike for every width."]
+    speculation: Annotated[
+        dict[str, Any], Wire.MAP, BODY, "`drafted`, `accepted_by_depth`, `verify_forwards`, `widths`."
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Fail(Message):
+    """The attempt ended in an error."""
+
+    KIND: ClassVar[int] = 0x24
+    id: JobId
+    attempt: Attempt
+    lease: Lease
+    code: Annotated[str, STR, "One of the error codes."]
+    message: Annotated[str, STR, "A sentence for people."]
+    field: Annotated[str | None, STR, "The offending job field."] = None
+    detail: Annotated[dict[str, Any] | None, Wire.MAP, "Numbers behind the message."] = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerBeat(Message):
+    """Sent on a clock by a thread of its own, over a connection of its own."""
+
+    KIND: ClassVar[int] = 0x25
+    worker_id: Annotated[bytes, ID, "As in READY."]
+    progress: Annotated[int, UINT, "Grows with every prefill chunk and every token."]
+    lease: Annotated[int | None, UINT, "The lease that runs, if any."] = None
+    phase: Annotated[str, STR, "`idle`, `prefill` or `decode`."] = "idle"
+    done: Annotated[int, UINT, "As in PROGRESS."] = 0
+    total: Annotated[int, UINT, "As in PROGRESS."] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerBye(Message):
+    """The worker leaves in order."""
+
+    KIND: ClassVar[int] = 0x26
+    worker_id: Annotated[bytes, ID, "As in READY."]
+
+
+# --- broker to worker
+
+
+@dataclass(frozen=True, slots=True)
+class Run(Message):
+    """Runs one attempt; no other RUN follows before its FINAL or FAIL."""
+
+    KIND: ClassVar[int] = 0xA1
+    id: JobId
+    attempt: Attempt
+    lease: Lease
+    seed: Annotated[int, UINT, "The seed in force."]
+    job: Annotated[bytes, Wire.RAW, BODY, "The job as submitted."]
+    h: Headers = None
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRun(Message):
+    """Ends the attempt within one decode step or prefill chunk; FINAL follows."""
+
+    KIND: ClassVar[int] = 0xA2
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Quiet(Message):
+    """No more jobs will come: the broker stops."""
+
+    KIND: ClassVar[int] = 0xA3
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerBeat(Message):
+    """The broker lives. No answer."""
+
+    KIND: ClassVar[int] = 0xA4
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted(Message):
+    """The worker is the one worker from here on."""
+
+    KIND: ClassVar[int] = 0xA5
+    boot_id: Annotated[bytes, ID, "As in WELCOME."]
+    beat_ms: Annotated[int, UINT, "How often the worker must beat."]
+
+
+def _table(*kinds: type[Message]) -> dict[int, type[Message]]:
+    return {kind.KIND: kind for kind in kinds}
+
+
+# Who may say what on which socket; a kind of another table is unknown there.
+FROM_CLIENT = _table(Hello, Submit, Cancel, Resume, GiveCredit, Ack, Status, Ping, Bye)
+TO_CLIENT = _table(
+    Welcome, Admitted, Started, Chunk, Done, Error, StatusReply, Pong, Draining, Progress
+)
+FROM_WORKER = _table(Ready, WorkerChunk, Final, Fail, WorkerBeat, WorkerBye)
+TO_WORKER = _table(Run, CancelRun, Quiet, BrokerBeat, Accepted, Error)

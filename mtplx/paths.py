@@ -1,0 +1,68 @@
+"""Where files live: the run folder of sockets and lock, the cache of models, the settings file."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import Final
+
+from mtplx.errors import SettingsError
+
+# macOS has 104 bytes for a socket's path, its closing NUL included; Linux has 108.
+MAX_IPC_PATH: Final = 103
+
+
+def default_run() -> Path:
+    """`~/.mtplx/run`, or a short folder under /tmp where the home path is too long for a socket."""
+    run = Path.home() / ".mtplx" / "run"
+    if len(os.fsencode(run / "front.sock")) > MAX_IPC_PATH:
+        run = Path(f"/tmp/mtplx-{os.getuid()}")  # noqa: S108 - owner and mode are checked before use
+    return run
+
+
+def default_cache(cache_home: Path | None) -> Path:
+    """The user's cache folder by the habit of the system; *cache_home* is XDG's word for it."""
+    if cache_home is not None:
+        return cache_home / "mtplx"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "mtplx"
+    return Path.home() / ".cache" / "mtplx"
+
+
+def default_config() -> Path:
+    """The settings file that is read when no other is named."""
+    return Path.home() / ".mtplx" / "config.toml"
+
+
+def check_ipc_path(path: str) -> None:
+    """Refuse a socket path that some system cannot hold.
+
+    Raises:
+        SettingsError: with both lengths.
+    """
+    length = len(os.fsencode(path))
+    if length > MAX_IPC_PATH:
+        raise SettingsError(
+            f"The socket path {path} has {length} bytes; sockets hold {MAX_IPC_PATH}. "
+            "Choose a shorter --run-dir, for instance ~/.mtplx/run."
+        )
+
+
+def private_folder(path: Path) -> Path:
+    """Make *path* a folder that only this user can enter; an existing one must already be.
+
+    Raises:
+        SettingsError: when it belongs to somebody else, is a link, or others may enter.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        raise SettingsError(f"The folder {path} cannot be made: {error.strerror or error}.") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise SettingsError(f"{path} must be a folder of your own; choose another --run-dir.")
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        raise SettingsError(f"{path} is open to others; run: chmod 700 {path}")
+    return path

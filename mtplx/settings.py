@@ -1,0 +1,247 @@
+"""Settings of all programs: flag, then `MTPLX_*` variable, then TOML file, then default.
+
+This is the only file that reads the environment. Anything unknown is an error that lists what is known.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from mtplx import paths
+from mtplx.errors import SettingsError
+
+PREFIX: Final = "MTPLX_"
+STAGES: Final = ("auto", "h0", "h1", "h2")
+PRESETS: Final = ("solo", "latency", "agent", "throughput")
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+
+
+class SchedulerMode(StrEnum):
+    """How a job uses the device. Both modes run one job at a time on the same decode loop.
+
+    `hyper` may spend the device's free width on speculative rows of that one job; `serial` never does.
+    """
+
+    SERIAL = "serial"
+    HYPER = "hyper"
+
+
+def _setting(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything that can be set. Construction checks it; a wrong value raises SettingsError."""
+
+    model: str = _setting("smollm2-135m", "Model: a pulled name, an MLX directory, or a Hugging Face id.")
+    scheduler_mode: SchedulerMode = _setting(SchedulerMode.HYPER, "Scheduler mode: hyper or serial.")
+    hyper_stage: str = _setting("auto", "How far hyper goes: auto, h0, h1 or h2.")
+    max_active_requests: int = _setting(1, "Always 1: one job owns the device.")
+    decode_batch_max: int = _setting(1, "Always 1: there is no batch.")
+    batch_wait_ms: int = _setting(0, "Always 0: there is no gather window.")
+    batching_preset: str = _setting("solo", "solo or latency; batched presets are refused.")
+    run_dir: Path = _setting(None, "Folder of sockets and lock, mode 0700.")
+    cache_dir: Path = _setting(None, "Folder of pulled models.")
+    front: str = _setting("", "Endpoint for producers (ipc:// or loopback tcp://); default in run_dir.")
+    back: str = _setting("", "Endpoint for the worker; default in run_dir.")
+    queue_jobs: int = _setting(1000, "Jobs that may wait; more are refused with a retry hint.")
+    queue_bytes: int = _setting(256 * 1024**2, "Bytes of jobs that may wait.")
+    max_job_bytes: int = _setting(4 * 1024**2, "Largest job taken.")
+    retain_s: float = _setting(600.0, "Seconds a finished job's answer is kept for a reader that comes back.")
+    retain_bytes: int = _setting(64 * 1024**2, "Bytes of finished answers kept at most.")
+    orphan_s: float = _setting(10.0, "Seconds a job outlives its producer, unless it asked to finish.")
+    beat_s: float = _setting(2.0, "Seconds between signs of life of worker and broker.")
+    dead_s: float = _setting(10.0, "Seconds of silence after which a worker counts as dead.")
+    stall_s: float = _setting(120.0, "Seconds without progress after which a beating worker counts as stalled.")
+    drain_s: float = _setting(25.0, "Seconds the running job gets to end when the broker is told to stop.")
+    prefill_chunk: int = _setting(512, "Prompt tokens read between two looks for a cancel.")
+    trace_file: Path | None = _setting(None, "Write spans to this file, one JSON object a line.")
+    otlp_endpoint: str = _setting("", "Send spans to this OTLP/HTTP collector; OTEL_EXPORTER_OTLP_ENDPOINT sets it.")
+    log_level: str = _setting("warning", "debug, info, warning or error.")
+
+    def __post_init__(self) -> None:
+        """Check every value; the automatic ones were filled in by `load`."""
+        _one_of("hyper_stage", self.hyper_stage, STAGES)
+        _one_of("batching_preset", self.batching_preset, PRESETS)
+        _one_of("log_level", self.log_level, LOG_LEVELS)
+        for name in ("queue_jobs", "queue_bytes", "max_job_bytes", "prefill_chunk", "beat_s", "dead_s", "stall_s"):
+            if getattr(self, name) <= 0:
+                raise SettingsError(f"{flag(name)} must be above 0, not {getattr(self, name)}.")
+        for name in ("retain_s", "orphan_s", "drain_s", "retain_bytes"):
+            if getattr(self, name) < 0:
+                raise SettingsError(f"{flag(name)} must not be negative, not {getattr(self, name)}.")
+        if self.dead_s < 2 * self.beat_s:
+            raise SettingsError(f"--dead-s ({self.dead_s}) must be at least twice --beat-s ({self.beat_s}).")
+        for name in ("front", "back"):
+            check_endpoint(flag(name), getattr(self, name))
+        if self.scheduler_mode is SchedulerMode.HYPER:
+            self._refuse_batching()
+
+    def _refuse_batching(self) -> None:
+        reasons = {
+            "max_active_requests": (1, "the whole device belongs to one request"),
+            "decode_batch_max": (1, "a decode step holds one request; width is its own speculative rows"),
+            "batch_wait_ms": (0, "there is no gather window: a job starts when the one before it ends"),
+        }
+        for name, (only, reason) in reasons.items():
+            if getattr(self, name) != only:
+                raise SettingsError(
+                    f"{flag(name)} {getattr(self, name)} is refused in hyper mode: {reason}. "
+                    f"Leave it at {only}, or choose --scheduler-mode serial."
+                )
+        if self.batching_preset in ("agent", "throughput"):
+            raise SettingsError(
+                f"--batching-preset {self.batching_preset} is refused in hyper mode: it batches several "
+                "requests, and hyper runs one. Use solo or latency."
+            )
+        if self.hyper_stage in ("h1", "h2"):
+            raise SettingsError(
+                f"--hyper-stage {self.hyper_stage} needs a width executor, which this version does not have. "
+                "Use auto or h0."
+            )
+
+    def warnings(self) -> list[str]:
+        """Sentences a program should log once at start."""
+        batching = ("max_active_requests", "decode_batch_max", "batch_wait_ms", "batching_preset", "hyper_stage")
+        given = [flag(name) for name in batching if getattr(self, name) != _FIELDS[name].default]
+        if self.scheduler_mode is SchedulerMode.SERIAL and given:
+            return [f"{', '.join(given)} do nothing in serial mode: one job runs at a time, at width 1."]
+        return []
+
+
+_FIELDS: Final = {item.name: item for item in fields(Settings)}
+
+
+def flag(name: str) -> str:
+    """The command-line spelling of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def load(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    config: Path | None = None,
+) -> Settings:
+    """The settings in force. *flags* holds only what was given on the command line.
+
+    Raises:
+        SettingsError: naming the key, where it was set, and what is allowed.
+    """
+    environ = os.environ if environ is None else environ
+    given = _from_file(config, environ)
+    given.update(_from_environment(environ))
+    given.update({name: _parsed(flag(name), name, value) for name, value in (flags or {}).items()})
+    home_cache = environ.get("XDG_CACHE_HOME")
+    given.setdefault("cache_dir", paths.default_cache(Path(home_cache) if home_cache else None))
+    given.setdefault("run_dir", paths.default_run())
+    for name in ("front", "back"):
+        if not given.get(name):
+            given[name] = f"ipc://{given['run_dir']}/{name}.sock"
+    if not given.get("otlp_endpoint"):
+        given["otlp_endpoint"] = environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
+    return Settings(**given)
+
+
+def environment(settings: Settings) -> dict[str, str]:
+    """An environment in which a child process loads the same *settings*."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
+    kept[f"{PREFIX}CONFIG"] = os.devnull
+    for name in _FIELDS:
+        value = getattr(settings, name)
+        if value is not None:
+            kept[PREFIX + name.upper()] = str(value)
+    return kept
+
+
+def check_endpoint(where: str, endpoint: str) -> None:
+    """Refuse what cannot be bound safely: an over-long ipc path, or tcp beyond this machine."""
+    if endpoint.startswith("ipc:///"):
+        paths.check_ipc_path(endpoint.removeprefix("ipc://"))
+        return
+    if endpoint.startswith("tcp://"):
+        try:
+            host, port = urlsplit(endpoint).hostname, urlsplit(endpoint).port
+        except ValueError:
+            host = port = None
+        if port is None:
+            raise SettingsError(f"{where} {endpoint} has no port; write tcp://127.0.0.1:5555.")
+        if host not in LOOPBACK:
+            raise SettingsError(
+                f"{where} {endpoint} leaves this machine, which needs encryption that this version does not "
+                "have. Use ipc:// or tcp://127.0.0.1:PORT, and a tunnel for other machines."
+            )
+        return
+    raise SettingsError(f"{where} {endpoint!r} is no endpoint; write ipc:///absolute/path or tcp://127.0.0.1:PORT.")
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    given = {}
+    for key, value in environ.items():
+        if not key.startswith(PREFIX) or key == f"{PREFIX}CONFIG":
+            continue
+        name = key.removeprefix(PREFIX).lower()
+        if name not in _FIELDS or key != key.upper():
+            known = ", ".join(PREFIX + known.upper() for known in ("config", *_FIELDS))
+            raise SettingsError(f"Unknown variable {key}. Known are {known}.")
+        given[name] = _parsed(key, name, value)
+    return given
+
+
+def _from_file(config: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
+    asked = config or (Path(environ[f"{PREFIX}CONFIG"]) if environ.get(f"{PREFIX}CONFIG") else None)
+    path = asked or paths.default_config()
+    if asked is None and not path.exists():
+        return {}
+    try:
+        table = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"The settings file {path} cannot be read: {error}.") from error
+    given = {}
+    for name, value in table.items():
+        if name not in _FIELDS:
+            raise SettingsError(f"Unknown setting {name} in {path}. Known are {', '.join(_FIELDS)}.")
+        given[name] = _parsed(f"{name} in {path}", name, value)
+    return given
+
+
+def _parsed(where: str, name: str, value: Any) -> Any:
+    wanted = _FIELDS[name].type
+    try:
+        if wanted == "SchedulerMode":
+            return SchedulerMode(value)
+        if wanted in ("Path", "Path | None"):
+            return Path(value).expanduser().absolute()
+        if wanted in ("int", "float"):
+            return _number(int if wanted == "int" else float, value)
+    except (TypeError, ValueError):
+        known = f"; known are {', '.join(SchedulerMode)}" if wanted == "SchedulerMode" else f", not {wanted}"
+        raise SettingsError(f"{where} = {value!r} is wrong{known}.") from None
+    if not isinstance(value, str):
+        raise SettingsError(f"{where} = {value!r} must be text.")
+    return value
+
+
+def _number(kind: type[int] | type[float], value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise TypeError(value)
+    if kind is int and isinstance(value, float):
+        raise TypeError(value)
+    number = kind(value)
+    if number != number or abs(number) == float("inf"):  # noqa: PLR0124 - NaN is the one value unequal to itself
+        raise ValueError(value)
+    return number
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise SettingsError(f"{flag(name)} {value!r} is unknown; known are {', '.join(known)}.")
