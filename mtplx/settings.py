@@ -35,7 +35,14 @@ class SchedulerMode(StrEnum):
 
 
 def _setting(default: Any, text: str) -> Any:
+    if callable(default):
+        return field(default_factory=default, metadata={"help": text})
     return field(default=default, metadata={"help": text})
+
+
+def _default_cache() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME")
+    return paths.default_cache(Path(home) if home else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +56,8 @@ class Settings:
     decode_batch_max: int = _setting(1, "Always 1: there is no batch.")
     batch_wait_ms: int = _setting(0, "Always 0: there is no gather window.")
     batching_preset: str = _setting("solo", "solo or latency; batched presets are refused.")
-    run_dir: Path = _setting(None, "Folder of sockets and lock, mode 0700.")
-    cache_dir: Path = _setting(None, "Folder of pulled models.")
+    run_dir: Path = _setting(paths.default_run, "Folder of sockets and lock, mode 0700.")
+    cache_dir: Path = _setting(_default_cache, "Folder of pulled models.")
     front: str = _setting("", "Endpoint for producers (ipc:// or loopback tcp://); default in run_dir.")
     back: str = _setting("", "Endpoint for the worker; default in run_dir.")
     queue_jobs: int = _setting(1000, "Jobs that may wait; more are refused with a retry hint.")
@@ -65,7 +72,7 @@ class Settings:
     drain_s: float = _setting(25.0, "Seconds the running job gets to end when the broker is told to stop.")
     prefill_chunk: int = _setting(512, "Prompt tokens read between two looks for a cancel.")
     trace_file: Path | None = _setting(None, "Write spans to this file, one JSON object a line.")
-    otlp_endpoint: str = _setting("", "Send spans to this OTLP/HTTP collector; OTEL_EXPORTER_OTLP_ENDPOINT sets it.")
+    otlp_endpoint: str = _setting("", "Send spans to this OTLP/HTTP collector, as OTEL_EXPORTER_OTLP_ENDPOINT.")
     log_level: str = _setting("warning", "debug, info, warning or error.")
 
     def __post_init__(self) -> None:
@@ -82,7 +89,7 @@ class Settings:
         if self.dead_s < 2 * self.beat_s:
             raise SettingsError(f"--dead-s ({self.dead_s}) must be at least twice --beat-s ({self.beat_s}).")
         for name in ("front", "back"):
-            check_endpoint(flag(name), getattr(self, name))
+            check_endpoint(flag(name), self.endpoint(name))
         if self.scheduler_mode is SchedulerMode.HYPER:
             self._refuse_batching()
 
@@ -109,61 +116,8 @@ class Settings:
                 "Use auto or h0."
             )
 
-    def warnings(self) -> list[str]:
-        """Sentences a program should log once at start."""
-        batching = ("max_active_requests", "decode_batch_max", "batch_wait_ms", "batching_preset", "hyper_stage")
-        given = [flag(name) for name in batching if getattr(self, name) != _FIELDS[name].default]
-        if self.scheduler_mode is SchedulerMode.SERIAL and given:
-            return [f"{', '.join(given)} do nothing in serial mode: one job runs at a time, at width 1."]
-        return []
-
-
-_FIELDS: Final = {item.name: item for item in fields(Settings)}
-
-
-def flag(name: str) -> str:
-    """The command-line spelling of a setting."""
-    return "--" + name.replace("_", "-")
-
-
-def load(
-    flags: Mapping[str, Any] | None = None,
-    *,
-    environ: Mapping[str, str] | None = None,
-    config: Path | None = None,
-) -> Settings:
-    """The settings in force. *flags* holds only what was given on the command line.
-
-    Raises:
-        SettingsError: naming the key, where it was set, and what is allowed.
-    """
-    environ = os.environ if environ is None else environ
-    given = _from_file(config, environ)
-    given.update(_from_environment(environ))
-    given.update({name: _parsed(flag(name), name, value) for name, value in (flags or {}).items()})
-    home_cache = environ.get("XDG_CACHE_HOME")
-    given.setdefault("cache_dir", paths.default_cache(Path(home_cache) if home_cache else None))
-    given.setdefault("run_dir", paths.default_run())
-    for name in ("front", "back"):
-        if not given.get(name):
-            given[name] = f"ipc://{given['run_dir']}/{name}.sock"
-    if not given.get("otlp_endpoint"):
-        given["otlp_endpoint"] = environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
-    return Settings(**given)
-
-
-def environment(settings: Settings) -> dict[str, str]:
-    """An environment in which a child process loads the same *settings*."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
-    kept[f"{PREFIX}CONFIG"] = os.devnull
-    for name in _FIELDS:
-        value = getattr(settings, name)
-        if value is not None:
-            kept[PREFIX + name.upper()] = str(value)
-    return kept
-
-
-def check_endpoint(where: str, endpoint: str) -> None:
+    @classmethod
+    def check_endpoint(where: str, endpoint: str) -> None:
     """Refuse what cannot be bound safely: an over-long ipc path, or tcp beyond this machine."""
     if endpoint.startswith("ipc:///"):
         paths.check_ipc_path(endpoint.removeprefix("ipc://"))
@@ -231,7 +185,7 @@ def _parsed(where: str, name: str, value: Any) -> Any:
     return value
 
 
-def _number(kind: type[int] | type[float], value: Any) -> Any:
+def _number(kind: type[int | float], value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise TypeError(value)
     if kind is int and isinstance(value, float):
