@@ -35,6 +35,7 @@ class SchedulerMode(StrEnum):
 
 
 def _setting(default: Any, text: str) -> Any:
+    # SchedulerMode members are strings, never callable; folders are worked out when asked for.
     if callable(default):
         return field(default_factory=default, metadata={"help": text})
     return field(default=default, metadata={"help": text})
@@ -117,7 +118,56 @@ class Settings:
             )
 
     @classmethod
-    def check_endpoint(where: str, endpoint: str) -> None:
+    def load(
+        cls,
+        flags: Mapping[str, Any] | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+        config: Path | None = None,
+    ) -> Settings:
+        """The settings in force. *flags* holds only what was given on the command line.
+
+        Raises:
+            SettingsError: naming the key, where it was set, and what is allowed.
+        """
+        environ = os.environ if environ is None else environ
+        given = _from_file(config, environ)
+        given.update(_from_environment(environ))
+        given.update({name: _parsed(flag(name), name, value) for name, value in (flags or {}).items()})
+        if not given.get("otlp_endpoint"):
+            given["otlp_endpoint"] = environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
+        return cls(**given)
+
+    def endpoint(self, side: str) -> str:
+        """The endpoint of *side*: `front` for producers, `back` for the worker."""
+        return getattr(self, side) or f"ipc://{self.run_dir}/{side}.sock"
+
+    def environment(self) -> dict[str, str]:
+        """An environment in which a child process loads these same settings."""
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
+        kept[f"{PREFIX}CONFIG"] = os.devnull
+        given = {name: getattr(self, name) for name in _FIELDS}
+        kept.update({PREFIX + name.upper(): str(value) for name, value in given.items() if value is not None})
+        return kept
+
+    def warnings(self) -> list[str]:
+        """Sentences a program should log once at start."""
+        batching = ("max_active_requests", "decode_batch_max", "batch_wait_ms", "batching_preset", "hyper_stage")
+        given = [flag(name) for name in batching if getattr(self, name) != _FIELDS[name].default]
+        if self.scheduler_mode is SchedulerMode.SERIAL and given:
+            return [f"{', '.join(given)} do nothing in serial mode: one job runs at a time, at width 1."]
+        return []
+
+
+_FIELDS: Final = {item.name: item for item in fields(Settings)}
+
+
+def flag(name: str) -> str:
+    """The command-line spelling of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def check_endpoint(where: str, endpoint: str) -> None:
     """Refuse what cannot be bound safely: an over-long ipc path, or tcp beyond this machine."""
     if endpoint.startswith("ipc:///"):
         paths.check_ipc_path(endpoint.removeprefix("ipc://"))
