@@ -279,9 +279,7 @@ def _str_map(name: str, value: Any) -> dict[str, str]:
 
 def _logprobs(name: str, value: Any) -> tuple[tuple[tuple[int, float], ...], ...]:
     try:
-        return tuple(
-            tuple((_uint(name, token), _float(name, logprob)) for token, logprob in one) for one in value
-        )
+        return tuple(tuple((_uint(name, token), _float(name, logprob)) for token, logprob in one) for one in value)
     except (TypeError, ValueError):
         raise _wrong(name, Wire.LOGPROBS) from None
 
