@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any, Final
 
 from broker.moves import Move, Phase
@@ -203,7 +204,8 @@ def summary(values: deque[float]) -> dict[str, float | int | None]:
     return {
         "count": len(ordered),
         "mean": sum(ordered) / len(ordered),
-        "p50": ordered[(len(ordered) - 1) // 2],
-        "p95": ordered[(len(ordered) - 1) * 95 // 100],
+        # Nearest rank: the smallest value that so many percent of the values do not exceed.
+        "p50": ordered[ceil(len(ordered) * 0.5) - 1],
+        "p95": ordered[ceil(len(ordered) * 0.95) - 1],
         "max": ordered[-1],
     }

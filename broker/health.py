@@ -89,6 +89,6 @@ def _worker(back: Back, now: Now) -> dict[str, Any]:
             "context": ready.context,
             "info": ready.info,
             "heard_s": now.mono - back.worker.heard_at,
-            "phase": back.worker.phase,
+            "phase": back.worker.phase if back.state == "busy" else "idle",
         }
     return found
