@@ -39,7 +39,8 @@ def convert(source: Path, target: Path) -> None:
         ModelFilesError: when the file cannot be read, or is not a llama model with a byte-level BPE tokenizer.
     """
     try:
-        arrays, metadata = mx.load(str(source), format="gguf", return_metadata=True)
+        loaded: Any = mx.load(str(source), format="gguf", return_metadata=True)
+        arrays, metadata = loaded
         config, weights = _config(arrays, metadata), _weights(arrays, metadata)
         tokenizer, tokenizer_config = _tokenizer(metadata), _tokenizer_config(metadata)
     except (RuntimeError, ValueError) as error:

