@@ -168,7 +168,9 @@ class Worker:
         except Exception as error:
             # MLX may be left in any state by an error out of an evaluation: this process must be replaced.
             log.exception("the job failed in an unforeseen way")
-            fault = WireError(f"The worker failed on this job ({type(error).__name__}) and is replaced.", code="E_INTERNAL")
+            fault = WireError(
+                f"The worker failed on this job ({type(error).__name__}) and is replaced.", code="E_INTERNAL"
+            )
             self._fail(run, fault)
             raise
         finally:
@@ -189,7 +191,14 @@ class Worker:
             if isinstance(item, Chunk):
                 self._send(
                     m.WorkerChunk(
-                        run.id, run.attempt, run.lease, item.first, len(item.ids), item.ids, item.text, item.logprobs
+                        run.id,
+                        run.attempt,
+                        run.lease,
+                        item.first,
+                        len(item.ids),
+                        item.ids,
+                        item.text,
+                        item.logprobs,
                     )
                 )
             else:
@@ -201,9 +210,7 @@ class Worker:
         return self._cancelled_lease >= lease or self._vitals.disowned or time.monotonic() >= self._stop_at
 
     def _fail(self, run: m.Run, error: WireError) -> None:
-        fail = m.Fail(
-            run.id, run.attempt, run.lease, error.code, error.message, error.field, error.detail or None
-        )
+        fail = m.Fail(run.id, run.attempt, run.lease, error.code, error.message, error.field, error.detail or None)
         try:
             self._send(fail)
         except BrokerLostError:
@@ -232,4 +239,3 @@ def _final(run: m.Run, final: JobFinal) -> m.Final:
         row_invariant=final.row_invariant,
         speculation=final.speculation,
     )
-

@@ -87,3 +87,10 @@ def _context(config: dict[str, Any]) -> int:
             if isinstance(positions, int):
                 return min(positions, MAX_INT)
     return MAX_INT
+
+
+def device_name() -> str:
+    """Where MLX computes: `cpu`, `metal` or `cuda`."""
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
