@@ -53,7 +53,9 @@ class Outboxes:
         route = record.reading.route
         if route is not None:
             self._client(route).jobs[record.id] = record
-            self.mark(record)
+            # A marker queued before there is anything to deliver would let a chunk overtake STARTED.
+            if record.answer is not None or record.last_word is not None:
+                self.mark(record)
 
     def detach(self, record: Record) -> None:
         """Nobody reads *record* any more."""
