@@ -167,7 +167,8 @@ class Machine:
             error = ProtocolError("No chunk of this job ended there.", field="tokens")
             self.jobs.tell(route, words.error(error, None))
             return
-        self.jobs.read_from(record, Reading(route, message.credit, piece, message.next_seq))
+        credit = None if message.credit is None else message.next_seq + message.credit
+        self.jobs.read_from(record, Reading(route, credit, piece, message.next_seq))
 
     def _give_credit(self, route: bytes, message: m.GiveCredit, _now: Now) -> None:
         record = self._known(route, message.id)
