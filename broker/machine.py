@@ -66,7 +66,9 @@ class Machine:
     def on_bad_frame(self, route: bytes, error: ProtocolError) -> None:
         """A producer sent bytes that are no message; tell it which field is wrong."""
         self.jobs.counters["bad_frames"] += 1
-        self.jobs.tell(route, words.error(error, error.job_id))
+        # Under the id of a known job the answer would read as that job's last word.
+        about = None if error.job_id in self.jobs.records else error.job_id
+        self.jobs.tell(route, words.error(error, about))
 
     def on_client_gone(self, route: bytes, now: Now) -> None:
         """The connection *route* no longer exists. Its jobs live on for `orphan_s`."""
