@@ -6,9 +6,7 @@ sends them after each turn and reports what could not be sent as another event.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
-from itertools import count
 from typing import Any, Final
 
 from broker import health, words
@@ -16,6 +14,7 @@ from broker.back import Back, Identity
 from broker.jobs import Jobs
 from broker.moves import Move, Phase
 from broker.record import Now, Reading, Record, digest_of
+from broker.timers import Timers
 from mtplx import messages as m
 from mtplx.errors import JobError, ProtocolError, WireError
 from mtplx.job import Job
@@ -40,8 +39,7 @@ class Machine:
         self.draining = False
         self._draw_seed = draw_seed
         self._admit_seq = 0
-        self._timers: list[tuple[float, int, str, Record]] = []
-        self._timer_ids = count()
+        self._timers = Timers()
         self._next_beat = identity.started.mono + settings.beat_s
         self._drain_at: float | None = None
         self._last_turn = identity.started.mono
@@ -140,7 +138,7 @@ class Machine:
         self.jobs.outboxes.attach(record)
         for kind, after_ms in (("ttl", message.queue_ttl_ms), ("deadline", message.deadline_ms)):
             if after_ms is not None:
-                self._set_timer(now.mono + after_ms / 1000, kind, record)
+                self._timers.set(now.mono + after_ms / 1000, kind, record)
 
     def _submit_again(self, record: Record, route: bytes, message: m.Submit, now: Now) -> None:
         if record.digest != digest_of(message.job):
@@ -219,7 +217,7 @@ class Machine:
         if record.phase is Phase.ENDED or record.finish:
             return
         if after_s > 0:
-            self._set_timer(now.mono + after_s, "orphan", record)
+            self._timers.set(now.mono + after_s, "orphan", record)
             return
         self.jobs.counters["orphans_cancelled"] += 1
         self.cancel(record, None, now)
@@ -236,8 +234,7 @@ class Machine:
             self.jobs.counters["flooders_dropped"] += 1
             self.on_client_gone(self.jobs.flooders.pop(), now)
         self.back.check_liveness(now)
-        while self._timers and self._timers[0][0] <= now.mono:
-            _, _, kind, record = heapq.heappop(self._timers)
+        for kind, record in self._timers.due(now.mono):
             self._ring(kind, record, now)
         self.jobs.expire(now)
         if now.mono >= self._next_beat:
@@ -250,9 +247,7 @@ class Machine:
 
     def next_wake(self) -> float:
         """The monotonic time at which `tick` has something to do even if nothing happens."""
-        moments = [self._next_beat, self.back.next_check()]
-        if self._timers:
-            moments.append(self._timers[0][0])
+        moments = [self._next_beat, self.back.next_check(), self._timers.next()]
         if self._drain_at is not None:
             moments.append(self._drain_at)
         retry = self.jobs.outboxes.next_retry()
@@ -260,11 +255,8 @@ class Machine:
             moments.append(retry)
         return min(moments)
 
-    def _set_timer(self, at: float, kind: str, record: Record) -> None:
-        heapq.heappush(self._timers, (at, next(self._timer_ids), kind, record))
-
     def _ring(self, kind: str, record: Record, now: Now) -> None:
-        if record.phase is Phase.ENDED or (kind == "ttl" and record.phase is not Phase.WAITING):
+        if kind == "ttl" and record.phase is not Phase.WAITING:
             return
         if kind == "orphan":
             if record.reading.route is None:
