@@ -78,7 +78,7 @@ class Machine:
             self.jobs.tell(route, words.version_error(message.versions))
             return
         limits = {
-            "max_job_bytes": self.settings.max_job_bytes,
+            "max_job_bytes": min(self.settings.max_job_bytes, self.settings.queue_bytes),
             "queue_jobs": self.settings.queue_jobs,
             "queue_bytes": self.settings.queue_bytes,
             "retain_s": int(self.settings.retain_s),
@@ -104,14 +104,18 @@ class Machine:
     def _admissible(self, message: m.Submit) -> Job:
         if self.draining:
             raise JobError("The broker is stopping; submit again when it is back.", code="E_DRAINING")
-        size, limit = len(message.job), self.settings.max_job_bytes
-        if size > limit:
-            raise ProtocolError(
-                f"The job has {size} bytes; at most {limit} are taken.",
-                field="body",
-                code="E_TOO_LARGE",
-                detail={"bytes": size, "limit": limit},
-            )
+        # What could not wait in an empty line must not be told to come back later.
+        for size, limit in (
+            (len(message.job), self.settings.max_job_bytes),
+            (_charge(message), self.settings.queue_bytes),
+        ):
+            if size > limit:
+                raise ProtocolError(
+                    f"The job has {size} bytes; at most {limit} are taken.",
+                    field="body",
+                    code="E_TOO_LARGE",
+                    detail={"bytes": size, "limit": limit},
+                )
         refusal = self.jobs.gate.refusal(_charge(message))
         if refusal is not None:
             raise refusal
