@@ -7,6 +7,7 @@ sends them after each turn and reports what could not be sent as another event.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Any, Final
 
 from broker import health, words
@@ -271,24 +272,23 @@ class Machine:
     def _beat(self) -> None:
         self.back.beat()
         wanted = self._progress_wanted()
-        waiting = sum(record.phase is Phase.WAITING for record, _ in wanted)
+        waiting = {record.id for record, _ in wanted if record.phase is Phase.WAITING}
         positions: dict[bytes, int] = {}
         for position, record in self.jobs.gate.positions():
-            if len(positions) == waiting:
+            if len(positions) == len(waiting):
                 break
-            if record.reading.route in self.jobs.outboxes.clients:
+            if record.id in waiting:
                 positions[record.id] = position
         for record, route in wanted:
             self.jobs.tell(route, self.back.progress_of(record, positions.get(record.id, 0)))
 
     def _progress_wanted(self) -> list[tuple[Record, bytes]]:
-        return [
-            (record, route)
-            for route, client in self.jobs.outboxes.clients.items()
-            if not client.queue
-            for record in list(client.jobs.values())[:PROGRESS_JOBS]
-            if record.phase is not Phase.ENDED
-        ]
+        wanted: list[tuple[Record, bytes]] = []
+        for route, client in self.jobs.outboxes.clients.items():
+            if not client.queue:
+                open_jobs = (record for record in client.jobs.values() if record.phase is not Phase.ENDED)
+                wanted += ((record, route) for record in islice(open_jobs, PROGRESS_JOBS))
+        return wanted
 
     # --- drain
 
