@@ -221,8 +221,9 @@ class Machine:
     def _orphan(self, record: Record, now: Now, after_s: float) -> None:
         if record.phase is Phase.ENDED or record.finish:
             return
+        record.orphan_until = now.mono + after_s
         if after_s > 0:
-            self._timers.set(now.mono + after_s, "orphan", record)
+            self._timers.set(record.orphan_until, "orphan", record)
             return
         self.jobs.counters["orphans_cancelled"] += 1
         self.cancel(record, None, now)
@@ -264,7 +265,8 @@ class Machine:
         if kind == "ttl" and record.phase is not Phase.WAITING:
             return
         if kind == "orphan":
-            if record.reading.route is None:
+            # The reader may have come back and left again since this timer was set.
+            if record.reading.route is None and record.orphan_until <= now.mono:
                 self._orphan(record, now, 0.0)
             return
         self.cancel(record, words.expired(record, kind), now)

@@ -94,6 +94,7 @@ class Record:
 
     body: the job as submitted, dropped when the job has ended. size: bytes it is charged with in the line.
     checked: the generation of worker whose limits it was checked against, 0 for none.
+    orphan_until: when its producer, gone now, must be back.
     cancel_reason: the last word of a running job that is being ended by the broker, not by its producer.
     """
 
@@ -108,6 +109,7 @@ class Record:
     finish: bool
     headers: dict[str, str] | None
     checked: int = 0
+    orphan_until: float = 0.0
     phase: Phase = Phase.WAITING
     run: Run | None = None
     answer: Answer | None = None
