@@ -29,7 +29,7 @@ class Jobs:
         self.counters: Counter[str] = Counter()
         self.records: dict[bytes, Record] = {}
         # Clients that let too many replies pile up, for the machine to treat as gone.
-        self.flooders: list[bytes] = []
+        self.flooders: dict[bytes, None] = {}
         self._kept: OrderedDict[bytes, Record] = OrderedDict()
         self._kept_bytes = 0
 
@@ -68,7 +68,7 @@ class Jobs:
     def tell(self, route: bytes, message: m.Message) -> None:
         """Say *message* to the client at *route*."""
         if not self.outboxes.tell(route, message):
-            self.flooders.append(route)
+            self.flooders[route] = None
 
     def tell_reader(self, record: Record, message: m.Message) -> None:
         """Say *message* to whoever reads *record*."""

@@ -238,7 +238,7 @@ class Machine:
         self._last_turn = now.mono
         while self.jobs.flooders:
             self.jobs.counters["flooders_dropped"] += 1
-            self.on_client_gone(self.jobs.flooders.pop(), now)
+            self.on_client_gone(self.jobs.flooders.popitem()[0], now)
         self.back.check_liveness(now)
         for kind, record in self._timers.due(now.mono):
             self._ring(kind, record, now)
