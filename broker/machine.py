@@ -182,7 +182,7 @@ class Machine:
             self.jobs.outboxes.mark(record)
 
     def _ack(self, _route: bytes, message: m.Ack, _now: Now) -> None:
-        self.jobs.forget(message.id)
+        self.jobs.acknowledge(message.id)
 
     def _status(self, route: bytes, message: m.Status, now: Now) -> None:
         if message.id is not None:
@@ -246,6 +246,8 @@ class Machine:
         if now.mono >= self._next_beat:
             self._next_beat = now.mono + self.settings.beat_s
             self._beat()
+            # Some may have been read to their end since.
+            self.jobs.trim()
         if self._drain_at is not None and now.mono >= self._drain_at and self.jobs.gate.slot is not None:
             self._stop_running(self.jobs.gate.slot, now)
         if not self.draining:

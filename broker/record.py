@@ -133,6 +133,11 @@ class Record:
         return self.answer.tokens if self.answer else 0
 
     @property
+    def unread(self) -> bool:
+        """True while somebody is still to be told the last word."""
+        return self.reading.route is not None and not self.reading.last_word_sent
+
+    @property
     def kept_bytes(self) -> int:
         """Bytes an ended record holds for a reader that comes back."""
         return 1024 + (self.answer.nbytes if self.answer else 0)
