@@ -16,6 +16,7 @@ from mtplx import messages as m
 from mtplx.errors import CODES, WireError
 from mtplx.job import ModelLimits
 
+FINISH_REASONS: Final = ("stop", "length", "cancelled")
 LOSSES: Final = {
     "exited": "ended or crashed",
     "silent": "fell silent",
@@ -237,7 +238,7 @@ class Back:
             self._fail(record, message, now)
 
     def _chunk(self, record: Record, message: m.WorkerChunk, now: Now) -> None:
-        if message.first != record.tokens or message.n != len(message.ids):
+        if not self._follows(record, message):
             self.lose("broken", now)
             return
         record.move(Move.CHUNK)
@@ -249,8 +250,20 @@ class Back:
         record.answer.add(Piece(message.first, message.ids, message.text, message.logprobs))
         self._jobs.outboxes.mark(record)
 
+    def _follows(self, record: Record, message: m.WorkerChunk) -> bool:
+        # A chunk without a token would have no place of its own for RESUME to name.
+        ids = message.ids
+        return (
+            message.first == record.tokens
+            and message.n == len(ids) > 0
+            and max(ids) < (self.limits.vocabulary if self.limits else 0)
+        )
+
     def _final(self, record: Record, message: m.Final, now: Now) -> None:
         assert self.worker is not None
+        if message.finish_reason not in FINISH_REASONS:
+            self.lose("broken", now)
+            return
         if message.finish_reason == "cancelled" and record.cancel_reason is not None:
             self._jobs.end(record, record.cancel_reason, now)
             return
