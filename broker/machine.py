@@ -25,6 +25,8 @@ from mtplx.settings import Settings
 PROGRESS_JOBS: Final = 16
 # After the drain limit the running job is cancelled and gets this long to say so.
 LAST_GRACE_S: Final = 2.0
+# When the last job has ended, readers get this long to take what is theirs.
+GOODBYE_S: Final = 2.0
 
 
 class Machine:
@@ -43,6 +45,8 @@ class Machine:
         self._timers = Timers()
         self._next_beat = identity.started.mono + settings.beat_s
         self._drain_at: float | None = None
+        self._goodbye_at: float | None = None
+        self._goodbye_over = False
         self._last_turn = identity.started.mono
         self._handlers: dict[type[m.Message], Callable[[bytes, Any, Now], None]] = {
             m.Hello: self._hello,
@@ -248,16 +252,15 @@ class Machine:
             self._beat()
             # Some may have been read to their end since.
             self.jobs.trim()
-        if self._drain_at is not None and now.mono >= self._drain_at and self.jobs.gate.slot is not None:
-            self._stop_running(self.jobs.gate.slot, now)
-        if not self.draining:
+        if self.draining:
+            self._go_on_draining(now)
+        else:
             self.back.dispatch(now)
 
     def next_wake(self) -> float:
         """The monotonic time at which `tick` has something to do even if nothing happens."""
         moments = [self._next_beat, self.back.next_check(), self._timers.next()]
-        if self._drain_at is not None:
-            moments.append(self._drain_at)
+        moments += [at for at in (self._drain_at, self._goodbye_at) if at is not None]
         retry = self.jobs.outboxes.next_retry()
         if retry is not None:
             moments.append(retry)
@@ -310,8 +313,21 @@ class Machine:
 
     @property
     def drained(self) -> bool:
-        """True once nothing runs, nothing waits and everything was said."""
-        return self.draining and self.jobs.gate.slot is None and not self.jobs.outboxes.pending
+        """True once nothing runs or waits, and everything was said or its readers had their time."""
+        if not self.draining or self.jobs.gate.slot is not None:
+            return False
+        outboxes = self.jobs.outboxes
+        # A reader without credit has nothing pending, but its last word is still to come.
+        return self._goodbye_over or not (outboxes.pending or any(c.jobs for c in outboxes.clients.values()))
+
+    def _go_on_draining(self, now: Now) -> None:
+        slot = self.jobs.gate.slot
+        if slot is None:
+            self._drain_at = None
+            self._goodbye_at = self._goodbye_at or now.mono + GOODBYE_S
+            self._goodbye_over = now.mono >= self._goodbye_at
+        elif self._drain_at is not None and now.mono >= self._drain_at:
+            self._stop_running(slot, now)
 
     def _stop_running(self, record: Record, now: Now) -> None:
         self._drain_at = now.mono + LAST_GRACE_S

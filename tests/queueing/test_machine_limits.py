@@ -7,7 +7,6 @@ from broker import outbox
 from broker.moves import MOVES, IllegalMoveError, Move, Phase, advance
 from mtplx import messages as m
 
-
 # --- the line
 
 

@@ -287,7 +287,13 @@ def test_health_before_any_job_or_worker_has_no_waits_and_an_absent_worker():
     rig = Rig()
     report = rig.status()
     assert report["worker"] == {"state": "absent"}
-    assert report["scheduler"]["hyper"]["run_s"] == {"count": 0, "mean": None, "p50": None, "p95": None, "max": None}
+    assert report["scheduler"]["hyper"]["run_s"] == {
+        "count": 0,
+        "mean": None,
+        "p50": None,
+        "p95": None,
+        "max": None,
+    }
     assert (report["line"]["depth"], report["line"]["limit_jobs"]) == (0, 1000)
     assert report["broker"]["draining"] is False
 
