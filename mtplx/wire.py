@@ -17,7 +17,8 @@ from typing import Any, Final, NamedTuple, get_type_hints
 import msgpack
 
 from mtplx.errors import ProtocolError
-from mtplx.messages import BODY, MAGIC, VERSION, Message, Wire
+from mtplx.fields import BODY, Wire
+from mtplx.messages import MAGIC, VERSION, Message
 
 MAX_HEADER_BYTES: Final = 64 * 1024
 # A frame above this ends the connection inside libzmq; limits below it can be answered.
@@ -279,9 +280,7 @@ def _str_map(name: str, value: Any) -> dict[str, str]:
 
 def _logprobs(name: str, value: Any) -> tuple[tuple[tuple[int, float], ...], ...]:
     try:
-        return tuple(
-            tuple((_uint(name, token), _float(name, logprob)) for token, logprob in one) for one in value
-        )
+        return tuple(tuple((_uint(name, token), _float(name, logprob)) for token, logprob in one) for one in value)
     except (TypeError, ValueError):
         raise _wrong(name, Wire.LOGPROBS) from None
 

@@ -1,0 +1,131 @@
+"""Scripts for the worker double of `mtplx.testing`: which tokens, how fast, and which fault."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import struct
+import zlib
+from collections.abc import Iterator
+from enum import StrEnum
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import msgpack
+
+from mtplx import wire
+from mtplx.job import Job
+from mtplx.messages import MAGIC, Run, WorkerChunk
+
+
+class Fault(StrEnum):
+    """What a script does instead of its next token.
+
+    ABORT and EXIT end a process; a worker that is a thread closes its sockets without a word instead.
+    """
+
+    NONE = "none"
+    ABORT = "abort"  # the process dies by SIGABRT
+    EXIT = "exit"  # the process leaves with exit code 1
+    FAIL = "fail"  # FAIL with `fail_code`
+    HANG = "hang"  # no token ever again, deaf to CANCEL; beats go on without progress
+    SILENT = "silent"  # the same, and no beats
+    STALE = "stale"  # one chunk of the lease before, then on as if nothing was
+    GAP = "gap"  # one chunk whose `first` skips a token, then on as if nothing was
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """What the worker does with one job.
+
+    tokens: how many it draws (never more than the job's budget); None echoes the words of the prompt.
+    token_s, prefill_step_s: seconds each takes; 0 is as fast as it can.
+    per_chunk: tokens in one chunk.  prefill_steps: looks for a cancel before the first token.
+    finish_reason: None says `length` where the budget ended the answer, else `stop`.
+    fault_after: tokens drawn before the fault; -1 puts it before prefill.
+    """
+
+    tokens: int | None = None
+    token_s: float = 0.0
+    per_chunk: int = 1
+    prefill_steps: int = 0
+    prefill_step_s: float = 0.0
+    finish_reason: str | None = None
+    fault: Fault = Fault.NONE
+    fault_after: int = 0
+    fail_code: str = "E_INTERNAL"
+
+    @classmethod
+    def of_job(cls, job: Job, base: Script) -> Script:
+        """The script in the job's metadata, over *base*; *base* itself where it has none."""
+        asked = json.loads(job.metadata.get("script", "{}"))
+        if "fault" in asked:
+            asked["fault"] = Fault(asked["fault"])
+        return dataclasses.replace(base, **asked)
+
+
+class Answer(NamedTuple):
+    """All tokens of an answer, and the encoded body of each chunk."""
+
+    ids: tuple[int, ...]
+    bodies: tuple[bytes, ...]
+
+
+def trajectory_sha256(ids: tuple[int, ...]) -> str:
+    """Hex SHA-256 of token ids as little-endian uint32."""
+    return hashlib.sha256(struct.pack(f"<{len(ids)}I", *ids)).hexdigest()
+
+
+def prompt_words(job: Job) -> list[str]:
+    """What counts as the prompt's tokens here: words, or the ids given."""
+    if job.token_ids is not None:
+        return [str(token) for token in job.token_ids]
+    texts = [job.prompt or ""] if job.messages is None else [message["content"] for message in job.messages]
+    return " ".join(texts).split()
+
+
+def answer_of(job: Job, script: Script, vocabulary: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The ids and texts a ScriptedWorker gives: a function of the prompt and the script alone."""
+    if script.tokens is not None:
+        count = min(script.tokens, job.max_tokens)
+        return _numbered(count, vocabulary)
+    words = prompt_words(job)[: job.max_tokens]
+    texts = tuple(word if index == 0 else f" {word}" for index, word in enumerate(words))
+    return tuple(zlib.crc32(text.encode()) % vocabulary for text in texts), texts
+
+
+@lru_cache(maxsize=8)
+def _numbered(count: int, vocabulary: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    return tuple(index % vocabulary for index in range(count)), tuple(f"{index} " for index in range(count))
+
+
+@lru_cache(maxsize=8)
+def encoded(ids: tuple[int, ...], texts: tuple[str, ...], per_chunk: int, logprobs: int) -> Answer:
+    """The chunk bodies of an answer, made before its first chunk leaves."""
+    bodies = []
+    for first in range(0, len(ids), per_chunk):
+        some = ids[first : first + per_chunk]
+        body: dict[str, Any] = {"ids": some, "text": "".join(texts[first : first + per_chunk])}
+        if logprobs:
+            body["logprobs"] = [[[token, -0.25 * rank] for rank in range(logprobs)] for token in some]
+        bodies.append(bytes(msgpack.packb(body)))
+    return Answer(ids, tuple(bodies))
+
+
+def chunks(run: Run, answer: Answer, per_chunk: int) -> Iterator[tuple[int, list[bytes]]]:
+    """The index of each chunk's first token, and its frames, at a tenth of the cost of `wire.encode`."""
+    kind = bytes([WorkerChunk.KIND])
+    pack = msgpack.Packer().pack
+    common = {"id": run.id, "attempt": run.attempt, "lease": run.lease}
+    # A map of five keys: three that never change, then `first` and `n`.
+    start = b"\x85" + pack(common)[1:] + pack("first")
+    for index, body in enumerate(answer.bodies):
+        first = index * per_chunk
+        n = min(per_chunk, len(answer.ids) - first)
+        yield first, [MAGIC, kind, start + pack(first) + b"\xa1n" + pack(n), body]
+
+
+def chunk_of(run: Run, lease: int, first: int) -> list[bytes]:
+    """The frames of a chunk that a well-behaved worker would not send."""
+    return wire.encode(WorkerChunk(run.id, run.attempt, lease, first, 1, (0,), "?"))

@@ -1,0 +1,403 @@
+"""The worker double of `mtplx.testing`: speaks MTX/1 on the back endpoint and follows a script."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self
+
+import zmq
+
+from mtplx import wire
+from mtplx.errors import Exit
+from mtplx.job import Job
+from mtplx.messages import (
+    TO_WORKER,
+    Accepted,
+    CancelRun,
+    Error,
+    Fail,
+    Message,
+    Quiet,
+    Ready,
+    Run,
+    WorkerBeat,
+    WorkerBye,
+)
+from mtplx.messages import (
+    Final as FinalWord,
+)
+from mtplx.script import Fault, Script, answer_of, chunk_of, chunks, encoded, prompt_words, trajectory_sha256
+
+# How long a waiting worker may take to see that it was told to stop.
+LOOK_MS: Final = 20
+FIRST_BEAT_S: Final = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Persona:
+    """What the worker says of itself in READY."""
+
+    mode: str = "hyper"
+    stage: str = "h0"
+    model: str = "scripted"
+    vocabulary: int = 1000
+    context: int = 32768
+    info: dict[str, Any] = dataclasses.field(
+        default_factory=lambda: {"device": "none", "row_invariant": True, "width_executor": False}
+    )
+
+
+class Event(NamedTuple):
+    """One line of a worker's log: `at` is `time.monotonic()`, the same clock in all processes of a machine.
+
+    Events: ready, accepted, refused, unknown, run, first, cancel, final, fail, fault, drop, overlap (a RUN
+    while one runs), quiet, bye. `tokens` counts those drawn so far.
+    """
+
+    event: str
+    id: str
+    lease: int
+    at: float
+    tokens: int
+
+
+class _Dropped(Exception):  # noqa: N818 - a way out of the run, no error
+    """The attempt ends without a word: stopped, or unknown to the broker."""
+
+
+class ScriptedWorker:
+    """A worker on the back endpoint *back*, as a thread (`with`) or in this thread (`serve`).
+
+    script: one script for all jobs, or a function of RUN and job.
+    log_file: where each event is also written as a JSON line.
+    own_process: let ABORT and EXIT end the process.
+    """
+
+    def __init__(
+        self,
+        back: str,
+        script: Script | Callable[[Run, Job], Script] | None = None,
+        *,
+        persona: Persona = Persona(),
+        log_file: Path | None = None,
+        own_process: bool = False,
+    ) -> None:
+        self.back = back
+        self.persona = persona
+        self.worker_id = secrets.token_bytes(16)
+        self.log: list[Event] = []
+        self.refused: Error | None = None
+        self._script = script or Script()
+        self._own_process = own_process
+        self._log_file = log_file.open("a") if log_file else None
+        self._grew = threading.Condition()
+        self._stop, self._unknown, self._mute = threading.Event(), threading.Event(), threading.Event()
+        self._farewell = True
+        self._beat_s = FIRST_BEAT_S
+        self._progress = 0
+        self._now: tuple[str, int | None, int, int] = ("idle", None, 0, 0)  # phase, lease, done, total
+        self._thread = threading.Thread(target=self.serve, name="scripted-worker", daemon=True)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._dealer()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End with BYE, as a worker does on SIGTERM; safe to call twice."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def kill(self) -> None:
+        """End without a word, as a process does on SIGKILL."""
+        self._farewell = False
+        self.stop()
+
+    def ask_stop(self) -> None:
+        """Let `serve` end soon; for signal handlers."""
+        self._stop.set()
+
+    def events(self, name: str) -> list[Event]:
+        """The logged events of that name, in order."""
+        return [event for event in list(self.log) if event.event == name]
+
+    def wait_for(self, name: str, count: int = 1, timeout: float = 10.0) -> list[Event]:
+        """Wait until *count* events of that name are logged, and return them.
+
+        Raises:
+            TimeoutError: with the log so far.
+        """
+        with self._grew:
+            if not self._grew.wait_for(lambda: len(self.events(name)) >= count, timeout):
+                raise TimeoutError(f"No {count} x {name} in {timeout} s; the log is {self.log}.")
+        return self.events(name)
+
+    def serve(self) -> None:
+        """Speak to the broker until stopped or refused."""
+        beats = threading.Thread(target=self._beat, name="scripted-beats", daemon=True)
+        beats.start()
+        try:
+            self._say_ready()
+            while not self._stop.is_set():
+                if self._unknown.is_set():
+                    self._say_ready()
+                if self._socket.poll(LOOK_MS):
+                    self._obey(self._receive())
+        except _Dropped:
+            pass
+        finally:
+            self._stop.set()
+            if self._farewell and self.refused is None:
+                self._note("bye")
+                self._try_send(self._socket, WorkerBye(self.worker_id))
+            self._socket.close(linger=500 if self._farewell else 0)
+            beats.join()
+            self._context.term()
+            if self._log_file:
+                self._log_file.close()
+
+    def _dealer(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        options = {
+            zmq.IMMEDIATE: 1,
+            zmq.LINGER: 0,
+            zmq.RECONNECT_IVL: 100,
+            zmq.RECONNECT_IVL_MAX: 3000,
+            zmq.HANDSHAKE_IVL: 2000,
+            zmq.HEARTBEAT_IVL: 2000,
+            zmq.HEARTBEAT_TIMEOUT: 6000,
+            zmq.HEARTBEAT_TTL: 6000,
+            zmq.MAXMSGSIZE: wire.MAX_FRAME_BYTES,
+        }
+        for option, value in options.items():
+            socket.set(option, value)
+        socket.connect(self.back)
+        return socket
+
+    def _note(self, event: str, run: Run | None = None, tokens: int = 0) -> None:
+        job, lease = (run.id.hex(), run.lease) if run else ("", 0)
+        with self._grew:
+            self.log.append(Event(event, job, lease, time.monotonic(), tokens))
+            self._grew.notify_all()
+        if self._log_file:
+            self._log_file.write(json.dumps(self.log[-1]._asdict()) + "\n")
+            self._log_file.flush()
+
+    def _say_ready(self) -> None:
+        self._unknown.clear()
+        who = self.persona
+        self._send(
+            Ready(
+                worker_id=self.worker_id,
+                pid=os.getpid(),
+                mode=who.mode,
+                stage=who.stage,
+                model=who.model,
+                vocabulary=who.vocabulary,
+                context=who.context,
+                info=who.info,
+            )
+        )
+        self._note("ready")
+
+    def _obey(self, message: Message) -> None:
+        match message:
+            case Run():
+                self._run(message)
+            case Accepted():
+                self._beat_s = message.beat_ms / 1000
+                self._note("accepted")
+            case Error(code="E_UNKNOWN_WORKER"):
+                self._unknown.set()
+            case Error():
+                self.refused = message
+                self._note("refused")
+                raise _Dropped
+            case Quiet():
+                self._note("quiet")
+
+    def _receive(self) -> Message:
+        return wire.decode(self._socket.recv_multipart(), TO_WORKER)
+
+    def _send(self, message: Message) -> None:
+        self._send_frames(wire.encode(message))
+
+    def _send_frames(self, frames: list[bytes]) -> None:
+        send = self._socket.send
+        while True:
+            try:
+                # Frame by frame costs a third of send_multipart; only the first can find the pipe full.
+                send(frames[0], zmq.NOBLOCK | zmq.SNDMORE)
+            except zmq.Again:
+                if self._stop.is_set() or self._unknown.is_set():
+                    raise _Dropped from None
+                self._socket.poll(LOOK_MS, zmq.POLLOUT)
+            else:
+                break
+        for frame in frames[1:-1]:
+            send(frame, zmq.SNDMORE)
+        send(frames[-1])
+
+    @staticmethod
+    def _try_send(socket: zmq.Socket[bytes], message: Message) -> None:
+        with contextlib.suppress(zmq.Again):  # nobody is there to hear it
+            socket.send_multipart(wire.encode(message), zmq.NOBLOCK)
+
+    def _beat(self) -> None:
+        # A connection of its own: sockets belong to one thread, and a busy main thread must not stop the beats.
+        socket = self._dealer()
+        while not self._stop.wait(self._beat_s):
+            if self._mute.is_set():
+                continue
+            phase, lease, done, total = self._now
+            self._try_send(socket, WorkerBeat(self.worker_id, self._progress, lease, phase, done, total))
+            while socket.poll(0):
+                answer = wire.decode(socket.recv_multipart(), TO_WORKER)
+                if isinstance(answer, Error) and answer.code == "E_UNKNOWN_WORKER":
+                    self._note("unknown")
+                    self._unknown.set()
+        socket.close(linger=0)
+
+    # --- one job
+
+    def _run(self, run: Run) -> None:
+        self._note("run", run)
+        job = Job.parse(wire.unpack_body(run.job, wire.MAX_FRAME_BYTES))
+        script = self._script(run, job) if callable(self._script) else self._script
+        try:
+            self._attempt(run, job, Script.of_job(job, script))
+        except _Dropped:
+            self._note("drop", run)
+        finally:
+            self._now = ("idle", None, 0, 0)
+
+    def _attempt(self, run: Run, job: Job, script: Script) -> None:
+        answer = encoded(*answer_of(job, script, self.persona.vocabulary), script.per_chunk, job.logprobs)
+        begun, prompt = time.monotonic(), len(prompt_words(job))
+        pending = script.fault is not Fault.NONE
+        if pending and script.fault_after < 0:
+            pending = False
+            if self._fault(run, script, 0):
+                return
+        cancelled = self._prefill(run, script, prompt)
+        first_at = due = time.monotonic()
+        sent, total = 0, len(answer.ids)
+        for first, frames in () if cancelled else chunks(run, answer, script.per_chunk):
+            if pending and first >= script.fault_after:
+                pending = False
+                if self._fault(run, script, first):
+                    return
+            due += script.token_s * script.per_chunk
+            # A look costs as much as a chunk: one in sixteen where nothing is waited for.
+            if (script.token_s or first % 16 == 0) and self._cancelled_by(due, run):
+                cancelled = True
+                break
+            self._send_frames(frames)
+            sent = min(first + script.per_chunk, total)
+            if first == 0:
+                self._note("first", run, sent)
+            self._progress += 1
+            self._now = ("decode", run.lease, sent, job.max_tokens)
+        if pending and not cancelled and self._fault(run, script, sent):
+            return
+        reason = "cancelled" if cancelled else script.finish_reason
+        reason = reason or ("length" if sent == job.max_tokens else "stop")
+        spent = (first_at - begun, time.monotonic() - first_at)
+        self._send(_final(run, job, answer.ids[:sent], reason, spent))
+        self._note("final", run, sent)
+
+    def _prefill(self, run: Run, script: Script, prompt: int) -> bool:
+        """Read the prompt step by step; True where a cancel came."""
+        due = time.monotonic()
+        for step in range(script.prefill_steps):
+            self._now = ("prefill", run.lease, prompt * step // script.prefill_steps, prompt)
+            due += script.prefill_step_s
+            if self._cancelled_by(due, run):
+                return True
+            self._progress += 1
+        self._now = ("prefill", run.lease, prompt, prompt)
+        return self._cancelled_by(0.0, run)
+
+    def _cancelled_by(self, due: float, run: Run) -> bool:
+        """Wait until *due* while listening; True as soon as a cancel of this lease is read."""
+        while True:
+            left = due - time.monotonic()
+            if self._stop.is_set() or self._unknown.is_set():
+                raise _Dropped
+            # Whole milliseconds in the poll, the rest in a sleep; no call at all when it is due.
+            if left > 0 and not self._socket.poll(min(int(left * 1000), LOOK_MS)) and left < 0.001:
+                time.sleep(left)
+            while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+                message = self._receive()
+                if isinstance(message, CancelRun) and message.lease == run.lease:
+                    self._note("cancel", run)
+                    return True
+                if isinstance(message, Run):
+                    self._note("overlap", message)
+                elif not isinstance(message, CancelRun):
+                    self._obey(message)
+            if due - time.monotonic() <= 0:
+                return False
+
+    def _fault(self, run: Run, script: Script, tokens: int) -> bool:
+        """Do the script's fault; True where the attempt ends with it."""
+        self._note("fault", run, tokens)
+        match script.fault:
+            case Fault.ABORT | Fault.EXIT if not self._own_process:
+                self._farewell = False
+                self._stop.set()
+                raise _Dropped
+            case Fault.ABORT:
+                os.abort()
+            case Fault.EXIT:
+                os._exit(Exit.FAILED)
+            case Fault.FAIL:
+                self._send(
+                    Fail(run.id, run.attempt, run.lease, script.fail_code, "The script asked for this failure.")
+                )
+                self._note("fail", run, tokens)
+                return True
+            case Fault.HANG | Fault.SILENT:
+                if script.fault is Fault.SILENT:
+                    self._mute.set()
+                self._stop.wait()
+                raise _Dropped
+            case Fault.STALE:
+                self._send_frames(chunk_of(run, run.lease - 1, tokens))
+            case Fault.GAP:
+                self._send_frames(chunk_of(run, run.lease, tokens + 1))
+        return False
+
+
+def _final(run: Run, job: Job, ids: tuple[int, ...], reason: str, spent: tuple[float, float]) -> FinalWord:
+    return FinalWord(
+        id=run.id,
+        attempt=run.attempt,
+        lease=run.lease,
+        finish_reason=reason,
+        prompt_tokens=len(prompt_words(job)),
+        cached_tokens=0,
+        max_tokens_used=job.max_tokens,
+        prefill_s=spent[0],
+        decode_s=spent[1],
+        sha256=trajectory_sha256(ids),
+        route="serial_b1",
+        row_invariant=True,
+        speculation={"drafted": 0, "accepted_by_depth": [], "verify_forwards": 0, "widths": {"1": len(ids)}},
+    )
