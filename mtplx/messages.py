@@ -424,8 +424,6 @@ def _table(*kinds: type[Message]) -> dict[int, type[Message]]:
 
 # Who may say what on which socket; a kind of another table is unknown there.
 FROM_CLIENT = _table(Hello, Submit, Cancel, Resume, GiveCredit, Ack, Status, Ping, Bye)
-TO_CLIENT = _table(
-    Welcome, Admitted, Started, Chunk, Done, Error, StatusReply, Pong, Draining, Progress
-)
+TO_CLIENT = _table(Welcome, Admitted, Started, Chunk, Done, Error, StatusReply, Pong, Draining, Progress)
 FROM_WORKER = _table(Ready, WorkerChunk, Final, Fail, WorkerBeat, WorkerBye)
 TO_WORKER = _table(Run, CancelRun, Quiet, BrokerBeat, Accepted, Error)

@@ -185,7 +185,9 @@ def check_endpoint(where: str, endpoint: str) -> None:
                 "have. Use ipc:// or tcp://127.0.0.1:PORT, and a tunnel for other machines."
             )
         return
-    raise SettingsError(f"{where} {endpoint!r} is no endpoint; write ipc:///absolute/path or tcp://127.0.0.1:PORT.")
+    raise SettingsError(
+        f"{where} {endpoint!r} is no endpoint; write ipc:///absolute/path or tcp://127.0.0.1:PORT."
+    )
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:

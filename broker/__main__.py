@@ -1,0 +1,84 @@
+"""`mtplx-broker`: reads the settings, takes the endpoints, serves until it is told to stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import click
+from mtplx.cli.options import load_settings, settings_options
+
+from broker.back import Identity
+from broker.loop import Loop, Tracer, now
+from broker.machine import Machine
+from mtplx.errors import Exit, MtplxError, SettingsError
+from mtplx.settings import Settings
+
+log = logging.getLogger("mtplx.broker")
+
+
+def serve(settings: Settings) -> None:
+    """Run the broker until SIGTERM or SIGINT has drained it.
+
+    Raises:
+        LockedError: another broker holds the endpoints.
+        SettingsError: an endpoint, the trace file or the collector's address cannot be used.
+    """
+    os.umask(0o077)
+    for sentence in settings.warnings():
+        log.warning(sentence)
+    identity = Identity(secrets.token_bytes(16), _version(), os.getpid(), now())
+    tracer = _tracer(settings, identity)
+    machine = Machine(settings, identity, lambda: secrets.randbits(64), keep_moments=tracer is not None)
+    loop = Loop(settings, machine, tracer)
+    try:
+        loop.bind()
+        loop.run()
+    finally:
+        loop.close()
+
+
+def _tracer(settings: Settings, identity: Identity) -> Tracer | None:
+    if settings.trace_file is None and not settings.otlp_endpoint:
+        return None
+    try:
+        # An optional extra: without tracing the broker runs without it.
+        from broker import tracing  # noqa: PLC0415
+    except ImportError as error:
+        raise SettingsError("Tracing needs the extra: pip install 'mtplx-line[otlp]'.") from error
+    try:
+        exporters = tracing.exporters(settings.trace_file, settings.otlp_endpoint)
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"Spans cannot be written: {error}.") from error
+    return tracing.SpanTracer(exporters, version=identity.version, boot_id=identity.boot_id)
+
+
+def _version() -> str:
+    try:
+        return version("mtplx-line")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+@click.command()
+@settings_options
+def main(**flags: Any) -> None:
+    """The mtplx broker: one line, one slot, one worker."""
+    try:
+        settings = load_settings(flags)
+        logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(name)s %(message)s")
+        serve(settings)
+    except MtplxError as error:
+        click.echo(f"mtplx-broker: {error}", err=True)
+        sys.exit(error.exit_code)
+    except Exception:
+        log.exception("the broker failed")
+        sys.exit(Exit.INTERNAL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""The admission gate: the one seam where jobs enter, run and leave, and where all accounting happens.
+
+One line, one slot. The gate counts, keeps the waits, and notes a Moment for every span event; nothing
+else in mtplx does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any, Final
+
+from broker.moves import Move, Phase
+from broker.record import Now, Record
+from mtplx.errors import BusyError
+from mtplx.job import Job
+from mtplx.messages import Done
+
+# Waits and runs of the last jobs that health summarises.
+WINDOW: Final = 1000
+DEFAULT_RETRY_MS: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Something a span begins, ends or is marked with. `wall_ns` is when it happened."""
+
+    what: str
+    job_id: bytes
+    wall_ns: int
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+class Gate:
+    """The line, the slot, and their books."""
+
+    def __init__(self, max_jobs: int, max_bytes: int, *, keep_moments: bool = False) -> None:
+        self.max_jobs = max_jobs
+        self.max_bytes = max_bytes
+        self.line: OrderedDict[bytes, Record] = OrderedDict()
+        self.line_bytes = 0
+        self.slot: Record | None = None
+        self.admitted_total = 0
+        self.completed_total = 0
+        self.failed_total = 0
+        self.abandoned_before_start_total = 0
+        self.refused_total = 0
+        self.queue_wait_s: deque[float] = deque(maxlen=WINDOW)
+        self.run_s: deque[float] = deque(maxlen=WINDOW)
+        self.widths: Counter[str] = Counter()
+        self.rows = Counter[str]()
+        self._keep_moments = keep_moments
+        self._moments: list[Moment] = []
+
+    def refusal(self, size: int) -> BusyError | None:
+        """Why a job of *size* bytes cannot wait now; None where it can."""
+        jobs, room = len(self.line), self.max_bytes - self.line_bytes
+        if jobs < self.max_jobs and size <= room:
+            return None
+        what = f"{jobs} jobs wait" if jobs >= self.max_jobs else f"{self.line_bytes} bytes wait"
+        limit = self.max_jobs if jobs >= self.max_jobs else self.max_bytes
+        return BusyError(
+            f"The line is full: {what}, the limit is {limit}. Submit again after retry_after_ms.",
+            code="E_QUEUE_FULL",
+            retry_after_ms=self._retry_ms(),
+            detail={
+                "depth": jobs,
+                "limit": self.max_jobs,
+                "bytes": self.line_bytes,
+                "limit_bytes": self.max_bytes,
+            },
+        )
+
+    def admit(self, record: Record, job: Job) -> None:
+        """Put *record* at the end of the line."""
+        self.line[record.id] = record
+        self.line_bytes += record.size
+        self.admitted_total += 1
+        place = {"seq": record.admit_seq, "depth": len(self.line), "headers": record.headers}
+        self.note("admitted", record.id, record.admitted, **place, **_request(job))
+
+    def first(self) -> Record | None:
+        """The job whose turn is next; None while one runs or nobody waits."""
+        if self.slot is not None or not self.line:
+            return None
+        return next(iter(self.line.values()))
+
+    def dispatch(self, record: Record, model: str, now: Now) -> None:
+        """Move the first of the line into the slot, to run on *model*."""
+        if self.slot is not None or self.first() is not record:
+            raise AssertionError("the slot is taken, or the job is not first")
+        record.move(Move.DISPATCH)
+        self._leave_line(record)
+        self.slot = record
+        self.queue_wait_s.append(now.mono - record.admitted.mono)
+        self.note("dispatched", record.id, now, model=model, attempt=record.run.attempt if record.run else 1)
+
+    def end(self, record: Record, now: Now, outcome: str, attributes: dict[str, Any]) -> None:
+        """Count the end of *record*, waiting or running, and free its place."""
+        waiting = record.phase is Phase.WAITING
+        record.move(Move.END)
+        record.ended = now
+        if waiting:
+            self._leave_line(record)
+            self.abandoned_before_start_total += 1
+        else:
+            self._leave_slot(record, now)
+        self.note("ended", record.id, now, outcome=outcome, **attributes)
+
+    def _leave_slot(self, record: Record, now: Now) -> None:
+        if self.slot is not record:
+            raise AssertionError("a job ended that was not in the slot")
+        self.slot = None
+        if record.run is not None:
+            self.run_s.append(now.mono - record.run.started.mono)
+        if isinstance(record.last_word, Done):
+            self.completed_total += 1
+            self._count_widths(record.last_word.run.get("speculation") or {})
+        else:
+            self.failed_total += 1
+
+    def _leave_line(self, record: Record) -> None:
+        del self.line[record.id]
+        self.line_bytes -= record.size
+
+    def _count_widths(self, speculation: dict[str, Any]) -> None:
+        widths = speculation.get("widths") or {"1": 1}
+        self.widths[str(max(int(width) for width in widths))] += 1
+        for name in ("rows_launched", "rows_committed", "fork_attempts", "fork_wins"):
+            self.rows[name] += speculation.get(name, 0)
+
+    def refused(self, job_id: bytes, now: Now, code: str, headers: dict[str, str] | None) -> None:
+        """Count a refusal."""
+        self.refused_total += 1
+        self.note("refused", job_id, now, code=code, headers=headers)
+
+    def note(self, what: str, job_id: bytes, now: Now, **attributes: Any) -> None:
+        """Keep a moment for the spans, if anybody wants spans."""
+        if self._keep_moments:
+            self._moments.append(Moment(what, job_id, now.wall_ns, attributes))
+
+    def take_moments(self) -> list[Moment]:
+        """The moments since the last call."""
+        taken, self._moments = self._moments, []
+        return taken
+
+    def positions(self) -> Iterator[tuple[int, Record]]:
+        """The waiting jobs with the number of jobs before each, the running one included."""
+        return enumerate(self.line.values(), start=1 if self.slot else 0)
+
+    def check(self) -> None:
+        """Prove the books: every admitted job waits, runs or has been counted at its end."""
+        ended = self.completed_total + self.failed_total + self.abandoned_before_start_total
+        open_jobs = len(self.line) + (self.slot is not None)
+        assert self.admitted_total == ended + open_jobs, (self.admitted_total, ended, open_jobs)
+        assert self.line_bytes == sum(record.size for record in self.line.values())
+        assert all(record.phase is Phase.WAITING for record in self.line.values())
+        assert self.slot is None or self.slot.phase in (Phase.RUNNING, Phase.CANCELLING)
+
+    def hyper_block(self, stage: str, *, executor: bool) -> dict[str, Any]:
+        """The `scheduler.hyper` part of health."""
+        return {
+            "stage": stage,
+            "admission_cap": 1,
+            "width": 1,
+            "passthrough": "serial_b1",
+            "width_executor_installed": executor,
+            "active": int(self.slot is not None),
+            "queue_depth": len(self.line),
+            "admitted_total": self.admitted_total,
+            "completed_total": self.completed_total,
+            "failed_total": self.failed_total,
+            "abandoned_before_start_total": self.abandoned_before_start_total,
+            "queue_wait_s": summary(self.queue_wait_s),
+            "run_s": summary(self.run_s),
+            "width_stats": {
+                "requests_by_width": dict(self.widths),
+                "self_spec_rows_launched": self.rows["rows_launched"],
+                "self_spec_rows_committed": self.rows["rows_committed"],
+                "fork_attempts": self.rows["fork_attempts"],
+                "fork_wins": self.rows["fork_wins"],
+            },
+        }
+
+    def _retry_ms(self) -> int:
+        if not self.run_s:
+            return DEFAULT_RETRY_MS
+        return max(1, round(1000 * sum(self.run_s) / len(self.run_s)))
+
+
+def _request(job: Job) -> dict[str, Any]:
+    """What spans tell of a job; never its text."""
+    asked = ("max_tokens", "temperature", "top_p", "top_k", "stop")
+    return {"chat": job.messages is not None, **{name: getattr(job, name) for name in asked}}
+
+
+def summary(values: deque[float]) -> dict[str, float | int | None]:
+    """Count, mean, p50, p95 and max in seconds of the last WINDOW jobs; None where there are none."""
+    if not values:
+        return {"count": 0, "mean": None, "p50": None, "p95": None, "max": None}
+    ordered = sorted(values)
+    return {
+        "count": len(ordered),
+        "mean": sum(ordered) / len(ordered),
+        # Nearest rank: the smallest value that so many percent of the values do not exceed.
+        "p50": ordered[ceil(len(ordered) * 0.5) - 1],
+        "p95": ordered[ceil(len(ordered) * 0.95) - 1],
+        "max": ordered[-1],
+    }

@@ -1,0 +1,273 @@
+"""The worker's side of the machine: one worker, one lease, and what its messages may change."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+from broker import words
+from broker.jobs import Jobs
+from broker.liveness import LiveWorker, next_check, verdict
+from broker.moves import Move, Phase
+from broker.record import Answer, Now, Piece, Record, Run
+from mtplx import messages as m
+from mtplx.errors import CODES, WireError
+from mtplx.job import ModelLimits
+
+LOSSES: Final = {
+    "exited": "ended or crashed",
+    "silent": "fell silent",
+    "stalled": "made no progress",
+    "left": "left",
+    "replaced": "was started anew",
+    "broken": "broke the protocol",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this broker is, told to producers, to the worker and in health."""
+
+    boot_id: bytes
+    version: str
+    pid: int
+    started: Now
+
+
+class Back:
+    """The one worker as the broker sees it. `outgoing` waits for the back socket, with routing ids."""
+
+    def __init__(self, jobs: Jobs, identity: Identity) -> None:
+        self._jobs = jobs
+        self._identity = identity
+        self._lease = 0
+        self.worker: LiveWorker | None = None
+        self.limits: ModelLimits | None = None
+        self.generation = 0
+        self.last_loss = ""
+        self.lost_pid = 0
+        self.outgoing: deque[tuple[bytes, m.Message]] = deque()
+
+    # --- events
+
+    def on_message(self, route: bytes, message: m.Message, now: Now) -> None:
+        """A process on the worker's endpoint said *message*."""
+        if isinstance(message, m.Ready):
+            self._ready(route, message, now)
+        elif isinstance(message, m.WorkerBeat):
+            self._beat(route, message, now)
+        elif isinstance(message, m.WorkerBye):
+            if self.worker is not None and self.worker.ready.worker_id == message.worker_id:
+                self.lose("left", now)
+        elif self._holds_lease(route, message):
+            self._of_running_job(message, now)
+        else:
+            self._jobs.counters["stale_worker_messages"] += 1
+
+    def on_bad_frame(self, route: bytes, error: WireError, now: Now) -> None:
+        """Bytes on the worker's endpoint that are no worker message."""
+        self._jobs.counters["bad_worker_frames"] += 1
+        self.outgoing.append((route, words.error(error, None)))
+        if self.worker is not None and self.worker.route == route:
+            self.lose("broken", now)
+
+    def on_unreachable(self, route: bytes, now: Now) -> None:
+        """A message to *route* could not be sent: the connection is gone."""
+        if self.worker is not None and self.worker.route == route:
+            self.lose("exited", now)
+
+    def lose(self, reason: str, now: Now) -> None:
+        """Give the worker up; its lease ends here, and with it the running job."""
+        if self.worker is None:
+            return
+        self.last_loss, self.lost_pid, self.worker = reason, self.worker.ready.pid, None
+        self._jobs.counters[f"worker_{reason}"] += 1
+        record = self._jobs.gate.slot
+        if record is None:
+            return
+        if record.phase is Phase.CANCELLING:
+            last_word = record.cancel_reason or words.cancelled(record, now)
+        else:
+            last_word = words.worker_lost(record, LOSSES[reason])
+        self._jobs.gate.note("worker_lost", record.id, now, reason=reason)
+        self._jobs.end(record, last_word, now)
+
+    # --- what the machine asks for
+
+    def dispatch(self, now: Now) -> None:
+        """Hand the first of the line to the worker, if both are there."""
+        record = self._jobs.gate.first()
+        while self.worker is not None and record is not None:
+            if record.checked != self.generation and not self._recheck(record, now):
+                record = self._jobs.gate.first()
+                continue
+            self._lease += 1
+            record.run = Run(self._lease, 1, now)
+            self._jobs.gate.dispatch(record, self.worker.ready.model, now)
+            self.worker.progress_at = now.mono
+            self.worker.phase, self.worker.done, self.worker.total = "prefill", 0, 0
+            run = m.Run(record.id, 1, self._lease, record.seed, record.body, record.headers)
+            self.outgoing.append((self.worker.route, run))
+            wait = now.mono - record.admitted.mono
+            self._jobs.tell_reader(record, m.Started(record.id, 1, self.worker.ready.model, wait))
+            record = self._jobs.gate.first()
+
+    def cancel_run(self) -> None:
+        """Ask the worker to end what it runs."""
+        if self.worker is not None:
+            self.outgoing.append((self.worker.route, m.CancelRun(self._lease)))
+
+    def quiet(self) -> None:
+        """Tell the worker that no more jobs will come from this broker."""
+        if self.worker is not None:
+            self.outgoing.append((self.worker.route, m.Quiet()))
+
+    def beat(self) -> None:
+        """Tell the worker that the broker lives; a failure to send shows that the worker does not."""
+        if self.worker is not None:
+            self.outgoing.append((self.worker.route, m.BrokerBeat()))
+
+    def pardon(self, now: Now) -> None:
+        """Start the liveness clocks anew."""
+        if self.worker is not None:
+            self.worker.heard(now.mono, progressed=True)
+
+    def check_liveness(self, now: Now) -> None:
+        """Give up a worker that is silent or stalled."""
+        if self.worker is None:
+            return
+        limits = self._jobs.settings
+        busy = self._jobs.gate.slot is not None
+        reason = verdict(self.worker, now.mono, busy=busy, dead_s=limits.dead_s, stall_s=limits.stall_s)
+        if reason is not None:
+            self.lose(reason, now)
+
+    def next_check(self) -> float:
+        """When `check_liveness` may next find something."""
+        if self.worker is None:
+            return math.inf
+        limits = self._jobs.settings
+        busy = self._jobs.gate.slot is not None
+        return next_check(self.worker, busy=busy, dead_s=limits.dead_s, stall_s=limits.stall_s) + 1e-3
+
+    @property
+    def state(self) -> str:
+        """`ready`, `busy` or `absent`."""
+        if self.worker is None:
+            return "absent"
+        return "busy" if self._jobs.gate.slot is not None else "ready"
+
+    def progress_of(self, record: Record, position: int) -> m.Progress:
+        """The sign of life for *record*."""
+        if record.phase is Phase.WAITING or self.worker is None:
+            return m.Progress(record.id, "waiting", position, worker=self.state)
+        if record.tokens:
+            return m.Progress(record.id, "decode", 0, record.tokens, self.worker.total, self.state)
+        return m.Progress(record.id, "prefill", 0, self.worker.done, self.worker.total, self.state)
+
+    # --- messages
+
+    def _ready(self, route: bytes, message: m.Ready, now: Now) -> None:
+        refusal = self._refusal(route, message)
+        if refusal is not None:
+            self._jobs.counters["workers_refused"] += 1
+            self.outgoing.append((route, refusal))
+            return
+        if self.worker is not None:
+            self.lose("replaced", now)
+        self.generation += 1
+        self.worker = LiveWorker(route, message, self.generation, now.mono, now.mono)
+        self.limits = ModelLimits(message.vocabulary, message.context)
+        self._jobs.counters["workers_accepted"] += 1
+        beat_ms = int(1000 * self._jobs.settings.beat_s)
+        self.outgoing.append((route, m.Accepted(self._identity.boot_id, beat_ms)))
+
+    def _refusal(self, route: bytes, message: m.Ready) -> m.Error | None:
+        ours = str(self._jobs.settings.scheduler_mode)
+        if message.mode != ours:
+            return words.coded(
+                "E_WORKER_MODE",
+                f"The broker runs in {ours} mode and this worker in {message.mode[:32]} mode; "
+                "start both with the same --scheduler-mode.",
+                detail={"broker": ours, "worker": message.mode[:32]},
+            )
+        live = self.worker
+        if live is not None and live.route != route and live.ready.worker_id != message.worker_id:
+            return words.coded(
+                "E_WORKER_EXISTS",
+                f"Worker process {live.ready.pid} is live; a broker takes one worker at a time. Stop it first.",
+                detail={"pid": live.ready.pid},
+            )
+        return None
+
+    def _beat(self, route: bytes, message: m.WorkerBeat, now: Now) -> None:
+        worker = self.worker
+        if worker is None or worker.ready.worker_id != message.worker_id:
+            text = "The broker does not know this worker; send READY again."
+            self.outgoing.append((route, words.coded("E_UNKNOWN_WORKER", text)))
+            return
+        worker.heard(now.mono, progressed=message.progress != worker.progress)
+        worker.progress = message.progress
+        if message.lease == self._lease:
+            worker.phase, worker.done, worker.total = message.phase, message.done, message.total
+
+    def _holds_lease(self, route: bytes, message: m.Message) -> bool:
+        record = self._jobs.gate.slot
+        return (
+            isinstance(message, m.WorkerChunk | m.Final | m.Fail)
+            and self.worker is not None
+            and self.worker.route == route
+            and record is not None
+            and record.run is not None
+            and (message.lease, message.id, message.attempt) == (record.run.lease, record.id, record.run.attempt)
+        )
+
+    def _of_running_job(self, message: m.Message, now: Now) -> None:
+        record = self._jobs.gate.slot
+        assert record is not None
+        assert self.worker is not None
+        self.worker.heard(now.mono, progressed=True)
+        if isinstance(message, m.WorkerChunk):
+            self._chunk(record, message, now)
+        elif isinstance(message, m.Final):
+            self._final(record, message, now)
+        elif isinstance(message, m.Fail):
+            self._fail(record, message, now)
+
+    def _chunk(self, record: Record, message: m.WorkerChunk, now: Now) -> None:
+        if message.first != record.tokens or message.n != len(message.ids):
+            self.lose("broken", now)
+            return
+        record.move(Move.CHUNK)
+        if record.answer is None:
+            record.answer = Answer()
+        if record.run is not None and record.run.first_token is None:
+            record.run.first_token = now
+            self._jobs.gate.note("first_token", record.id, now)
+        record.answer.add(Piece(message.first, message.ids, message.text, message.logprobs))
+        self._jobs.outboxes.mark(record)
+
+    def _final(self, record: Record, message: m.Final, now: Now) -> None:
+        assert self.worker is not None
+        if message.finish_reason == "cancelled" and record.cancel_reason is not None:
+            self._jobs.end(record, record.cancel_reason, now)
+            return
+        self._jobs.end(record, words.done(record, message, self.worker.ready.model), now)
+
+    def _fail(self, record: Record, message: m.Fail, now: Now) -> None:
+        code = message.code if message.code in CODES else "E_INTERNAL"
+        last_word = m.Error(
+            code, message.message, CODES[code].retryable, record.id, None, message.field, message.detail
+        )
+        self._jobs.end(record, last_word, now)
+
+    def _recheck(self, record: Record, now: Now) -> bool:
+        try:
+            self._jobs.parse(record.body, self.limits)
+        except WireError as error:
+            self._jobs.end(record, words.error(error, record.id), now)
+            return False
+        record.checked = self.generation
+        return True

@@ -1,0 +1,91 @@
+"""The broker's two sockets: who may bind them, and how they are set up.
+
+libzmq unlinks whatever lies at an ipc path when it binds, so a lock file decides who may, and the path is
+looked at before.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+import zmq
+
+from mtplx.errors import LockedError, SettingsError
+from mtplx.paths import private_folder
+from mtplx.wire import MAX_FRAME_BYTES
+
+# A dead or stopped process is noticed by libzmq's own heartbeats within this time.
+HEARTBEAT_MS: Final = 2000
+HEARTBEAT_TIMEOUT_MS: Final = 6000
+GOODBYE_MS: Final = 500
+FRONT_RECEIVE_MESSAGES: Final = 64
+# A whole answer of a fast worker can be under way.
+BACK_RECEIVE_MESSAGES: Final = 1024
+SEND_MESSAGES: Final = 256
+
+
+def claim(endpoint: str) -> int | None:
+    """Lock an ipc *endpoint* and clear a stale socket file; the lock lives as long as the returned fd.
+
+    Raises:
+        LockedError: another broker holds it.
+        SettingsError: the folder is not private, or something that is no socket of ours lies there.
+    """
+    if not endpoint.startswith("ipc://"):
+        return None
+    path = Path(endpoint.removeprefix("ipc://"))
+    private_folder(path.parent)
+    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        holder = os.read(lock, 32).decode(errors="replace").strip() or "unknown"
+        os.close(lock)
+        raise LockedError(
+            f"Another broker (process {holder}) serves {endpoint}; stop it, or choose another --run-dir."
+        ) from None
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, str(os.getpid()).encode(), 0)
+    _clear_stale(path)
+    return lock
+
+
+def _clear_stale(path: Path) -> None:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.getuid():
+        raise SettingsError(f"{path} exists and is no socket of yours; remove it or choose another endpoint.")
+    path.unlink()
+
+
+def router(context: zmq.Context[zmq.Socket[bytes]], receive_messages: int) -> zmq.Socket[bytes]:
+    """A ROUTER that never drops in silence, never blocks, and never waits for ever at its end."""
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+    socket.setsockopt(zmq.RCVHWM, receive_messages)
+    socket.setsockopt(zmq.SNDHWM, SEND_MESSAGES)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.BACKLOG, 128)
+    socket.setsockopt(zmq.LINGER, GOODBYE_MS)
+    return socket
+
+
+def bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Bind *socket*; a tcp port in use is another broker's, as far as we can tell."""
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EADDRINUSE:
+            raise LockedError(f"{endpoint} is in use; stop what holds it, or choose another port.") from error
+        raise SettingsError(f"{endpoint} cannot be bound: {error.strerror}.") from error

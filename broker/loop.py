@@ -1,0 +1,258 @@
+"""The broker's loop: the only file here with sockets and a clock.
+
+One turn: receive what is there, let the machine decide, send what it says, then build the spans.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket as sockets
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Final, Protocol
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from broker import endpoints, words
+from broker.admission import Moment
+from broker.machine import Machine
+from broker.record import Now
+from mtplx import messages as m
+from mtplx.errors import ProtocolError
+from mtplx.settings import Settings
+from mtplx.wire import decode, encode, speaks_mtx
+
+log = logging.getLogger("mtplx.broker")
+
+# Messages read from one socket in one turn, so that a flood on one cannot starve the other.
+MAX_PER_TURN: Final = 100
+# libzmq may report a broken connection a moment before it refuses to send on it.
+PROBE_AGAIN_S: Final = 0.05
+RETRY_S: Final = 0.01
+# Beyond the drain limit, for last words to leave.
+GOODBYE_S: Final = 3.0
+
+
+class Tracer(Protocol):
+    """Where the gate's moments go."""
+
+    def record(self, moments: list[Moment]) -> None:
+        """Build spans; must not block."""
+
+    def close(self) -> None:
+        """Flush within a bounded time."""
+
+
+def now() -> Now:
+    """The time, as the machine wants it."""
+    return Now(time.monotonic(), time.time_ns())
+
+
+class Loop:
+    """Runs a machine on two ROUTER sockets until it is told to stop and has drained."""
+
+    def __init__(self, settings: Settings, machine: Machine, tracer: Tracer | None) -> None:
+        self._settings = settings
+        self._machine = machine
+        self._tracer = tracer
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._front = endpoints.router(self._context, endpoints.FRONT_RECEIVE_MESSAGES)
+        self._back = endpoints.router(self._context, endpoints.BACK_RECEIVE_MESSAGES)
+        self._monitor = self._back.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._wake_reader, self._wake_writer = sockets.socketpair()
+        self._locks: list[int] = []
+        self._probe_at: float | None = None
+        self._stop_signals = 0
+        self._stop_at: float | None = None
+
+    def bind(self) -> None:
+        """Take both endpoints; raises LockedError where another broker has them."""
+        for socket, side in ((self._front, "front"), (self._back, "back")):
+            endpoint = self._settings.endpoint(side)
+            lock = endpoints.claim(endpoint)
+            if lock is not None:
+                self._locks.append(lock)
+            endpoints.bind(socket, endpoint)
+
+    def run(self) -> None:
+        """Serve until SIGTERM or SIGINT, then drain; a second signal ends the drain."""
+        self._watch_signals()
+        poller = zmq.Poller()
+        for socket in (self._front, self._back, self._monitor):
+            poller.register(socket, zmq.POLLIN)
+        poller.register(self._wake_reader.fileno(), zmq.POLLIN)
+        while not self._finished():
+            poller.poll(self._timeout_ms())
+            self._turn()
+        log.info("drained")
+
+    def close(self) -> None:
+        """Say goodbye within GOODBYE_MS, flush spans, free the endpoints."""
+        self._back.disable_monitor()
+        self._monitor.close(linger=0)
+        self._front.close()
+        self._back.close()
+        self._context.term()
+        if self._tracer is not None:
+            self._tracer.close()
+        for lock in self._locks:
+            os.close(lock)
+        self._wake_reader.close()
+        self._wake_writer.close()
+
+    # --- one turn
+
+    def _turn(self) -> None:
+        self._heed_signals()
+        self._watch_disconnects()
+        self._receive(self._back, self._on_worker_frames)
+        self._receive(self._front, self._on_client_frames)
+        self._machine.tick(now())
+        self._send_to_worker()
+        self._send_to_clients()
+        self._trace()
+
+    def _trace(self) -> None:
+        if self._tracer is None:
+            return
+        try:
+            self._tracer.record(self._machine.jobs.gate.take_moments())
+        except Exception:
+            # Telemetry can never hurt a job.
+            log.exception("spans could not be built")
+            self._machine.jobs.counters["trace_errors"] += 1
+
+    def _receive(self, socket: zmq.Socket[bytes], handle: Callable[[bytes, list[bytes]], None]) -> None:
+        for _ in range(MAX_PER_TURN):
+            try:
+                route, *frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                handle(route, frames)
+            except Exception:
+                # One message must never end the service; its sender is told, the log says more.
+                log.exception("a message could not be handled")
+                self._machine.jobs.counters["internal_errors"] += 1
+                if socket is self._front:
+                    fault = words.coded("E_INTERNAL", "The broker failed on this message; see its log.")
+                    self._machine.jobs.tell(route, fault)
+
+    def _on_client_frames(self, route: bytes, frames: list[bytes]) -> None:
+        try:
+            message = decode(frames, m.FROM_CLIENT)
+        except ProtocolError as error:
+            self._answer_bad_frames(route, frames, error)
+            return
+        self._machine.on_client(route, message, now())
+
+    def _answer_bad_frames(self, route: bytes, frames: list[bytes], error: ProtocolError) -> None:
+        if frames and not frames[0]:
+            # A REQ socket only reads answers that begin with an empty frame.
+            self._machine.jobs.counters["bad_frames"] += 1
+            self._try_send(self._front, [route, b"", *encode(words.error(error, None))])
+        elif speaks_mtx(frames):
+            self._machine.on_bad_frame(route, error)
+        else:
+            self._machine.jobs.counters["foreign_frames"] += 1
+
+    def _on_worker_frames(self, route: bytes, frames: list[bytes]) -> None:
+        try:
+            message = decode(frames, m.FROM_WORKER)
+        except ProtocolError as error:
+            self._machine.back.on_bad_frame(route, error, now())
+            return
+        self._machine.back.on_message(route, message, now())
+
+    def _watch_disconnects(self) -> None:
+        seen = False
+        while self._monitor.poll(0):
+            recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            seen = True
+        at = time.monotonic()
+        if seen or (self._probe_at is not None and at >= self._probe_at):
+            self._machine.back.beat()
+            self._probe_at = at + PROBE_AGAIN_S if seen else None
+
+    # --- sending
+
+    def _send_to_worker(self) -> None:
+        outgoing = self._machine.back.outgoing
+        while outgoing:
+            route, message = outgoing[0]
+            sent = self._try_send(self._back, [route, *encode(message)])
+            if sent is None:
+                return
+            outgoing.popleft()
+            if not sent:
+                self._machine.back.on_unreachable(route, now())
+
+    def _send_to_clients(self) -> None:
+        outboxes = self._machine.jobs.outboxes
+        at = now()
+        for route in outboxes.due(at.mono):
+            while (message := outboxes.offer(route)) is not None:
+                sent = self._try_send(self._front, [route, *encode(message)])
+                if sent is None:
+                    outboxes.blocked(route, at.mono)
+                    break
+                if not sent:
+                    self._machine.on_client_gone(route, at)
+                    break
+                outboxes.sent(route)
+
+    def _try_send(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> bool | None:
+        """True when sent, False when the peer is gone, None when its pipe is full."""
+        try:
+            socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    # --- time and signals
+
+    def _timeout_ms(self) -> int:
+        wakes = [self._machine.next_wake()]
+        at = time.monotonic()
+        if self._machine.back.outgoing:
+            wakes.append(at + RETRY_S)
+        if self._probe_at is not None:
+            wakes.append(self._probe_at)
+        if self._stop_at is not None:
+            wakes.append(self._stop_at)
+        # Round up: waking a moment early would spin.
+        return max(0, int((min(wakes) - at) * 1000) + 1) if min(wakes) > at else 0
+
+    def _watch_signals(self) -> None:
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self._stop_signals += 1
+
+    def _heed_signals(self) -> None:
+        try:
+            self._wake_reader.recv(64)
+        except BlockingIOError:
+            return
+        if self._stop_signals:
+            limit = self._settings.drain_s if self._stop_signals == 1 else 0.0
+            log.info("stopping: the running job has %.0f s to end", limit)
+            self._machine.drain(now(), limit)
+            self._stop_at = time.monotonic() + limit + GOODBYE_S
+
+    def _finished(self) -> bool:
+        if self._machine.drained:
+            return True
+        return self._stop_at is not None and time.monotonic() >= self._stop_at

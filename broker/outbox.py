@@ -1,0 +1,156 @@
+"""What is still to be said to each producer, in order, however slowly it reads.
+
+A client's queue holds messages and records. A record stands for "this job has something to deliver": it is
+turned into one chunk of everything undelivered, or into the job's last word, at the moment it can be sent.
+So a slow reader costs no more memory than the answer itself, and nothing is lost or repeated.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+from broker.record import Record
+from mtplx.messages import Message
+
+# A client that lets this many replies pile up floods without reading; its queue is dropped.
+MAX_REPLIES: Final = 20_000
+RETRY_S: Final = 0.01
+
+
+@dataclass(slots=True)
+class Client:
+    """One connection of a producer that has jobs or replies open."""
+
+    route: bytes
+    queue: deque[Message | Record] = field(default_factory=deque)
+    jobs: dict[bytes, Record] = field(default_factory=dict)
+    retry_at: float = 0.0
+    # The message on offer and the delivery cursor it moves when it has been sent.
+    offer: Message | None = None
+    cursor: int | None = None
+
+
+class Outboxes:
+    """The queues of all clients. Holds no client that has nothing open."""
+
+    def __init__(self) -> None:
+        self.clients: dict[bytes, Client] = {}
+        self.pending: dict[bytes, None] = {}
+
+    def tell(self, route: bytes, message: Message) -> bool:
+        """Queue *message*; False where the client has let too many pile up and must be dropped."""
+        client = self._client(route)
+        if len(client.queue) >= MAX_REPLIES:
+            return False
+        client.queue.append(message)
+        self.pending[route] = None
+        return True
+
+    def attach(self, record: Record) -> None:
+        """Make `record.reading.route` the reader of *record*."""
+        route = record.reading.route
+        if route is not None:
+            self._client(route).jobs[record.id] = record
+            self.mark(record)
+
+    def detach(self, record: Record) -> None:
+        """Nobody reads *record* any more."""
+        client = self.clients.get(record.reading.route or b"")
+        record.reading.route = None
+        record.reading.queued = False
+        if client is not None:
+            client.jobs.pop(record.id, None)
+            if record in client.queue:
+                client.queue.remove(record)
+                client.offer = None
+            self._forget_if_idle(client)
+
+    def mark(self, record: Record) -> None:
+        """Note that *record* may have something to deliver."""
+        reading = record.reading
+        if reading.route is None or reading.queued or reading.last_word_sent:
+            return
+        reading.queued = True
+        self._client(reading.route).queue.append(record)
+        self.pending[reading.route] = None
+
+    def due(self, now: float) -> list[bytes]:
+        """Clients that have something to be said and are not waiting for a retry."""
+        return [route for route in self.pending if self.clients[route].retry_at <= now]
+
+    def next_retry(self) -> float | None:
+        """When the first of the blocked clients is due; 0 where one is due already."""
+        return min((self.clients[route].retry_at for route in self.pending), default=None)
+
+    def offer(self, route: bytes) -> Message | None:
+        """The next message for *route*, not yet taken off its queue."""
+        client = self.clients.get(route)
+        while client is not None and client.queue:
+            head = client.queue[0]
+            if not isinstance(head, Record):
+                client.offer, client.cursor = head, None
+                return head
+            message = self._delivery(client, head)
+            if message is not None:
+                return message
+            client.queue.popleft()
+            head.reading.queued = False
+        self.pending.pop(route, None)
+        if client is not None:
+            self._forget_if_idle(client)
+        return None
+
+    def sent(self, route: bytes) -> None:
+        """The message on offer has left; move on."""
+        client = self.clients[route]
+        head = client.queue[0]
+        if not isinstance(head, Record):
+            client.queue.popleft()
+        elif client.cursor is not None:
+            head.reading.piece = client.cursor
+            head.reading.next_seq += 1
+        else:
+            head.reading.last_word_sent = True
+            client.jobs.pop(head.id, None)
+        client.offer = None
+        client.retry_at = 0.0
+
+    def blocked(self, route: bytes, now: float) -> None:
+        """The client's pipe is full; offer again later."""
+        self.clients[route].retry_at = now + RETRY_S
+
+    def drop(self, route: bytes) -> list[Record]:
+        """Forget the client; returns the records it was reading."""
+        self.pending.pop(route, None)
+        client = self.clients.pop(route, None)
+        if client is None:
+            return []
+        for record in client.jobs.values():
+            record.reading.route = None
+            record.reading.queued = False
+        return list(client.jobs.values())
+
+    def _delivery(self, client: Client, record: Record) -> Message | None:
+        chunk = record.next_chunk()
+        if chunk is not None:
+            if record.reading.stalled():
+                return None
+            client.offer, client.cursor = chunk
+            return client.offer
+        if record.last_word is None or record.reading.last_word_sent:
+            return None
+        client.offer, client.cursor = record.final_word(), None
+        return client.offer
+
+    def _client(self, route: bytes) -> Client:
+        client = self.clients.get(route)
+        if client is None:
+            client = self.clients[route] = Client(route)
+        return client
+
+    def _forget_if_idle(self, client: Client) -> None:
+        if not client.queue and not client.jobs:
+            self.clients.pop(client.route, None)
+            self.pending.pop(client.route, None)

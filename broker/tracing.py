@@ -1,0 +1,209 @@
+"""Spans from the gate's moments, by the OpenTelemetry SDK. Needs the extra `otlp`.
+
+    process mtplx.jobs   CONSUMER  admitted to last word; child of the producer's context, and linked to it
+        queue mtplx.jobs INTERNAL  admitted to dispatch (or to the end of a job that never ran)
+        chat <model>     CLIENT    dispatch to last word, one for each attempt
+
+A refusal is a process span of length zero with `error.type`. Prompts and answers are never put in.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.json.file.trace_exporter import FileSpanExporter
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.trace import (
+    Link,
+    Span,
+    SpanKind,
+    Status,
+    StatusCode,
+    Tracer,
+    get_current_span,
+    set_span_in_context,
+)
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from broker import names
+from broker.admission import Moment
+
+# A collector that does not answer costs an export thread this long, and the exit CLOSE_S.
+EXPORT_TIMEOUT_S: Final = 1.0
+CLOSE_S: Final = 1.5
+
+
+@dataclass(slots=True)
+class OpenJob:
+    """The spans of a job that has not ended."""
+
+    process: Span
+    context: Context
+    admitted_ns: int
+    asked: dict[str, Any]
+    queued: bool = True
+    chat: Span | None = None
+
+
+class SpanTracer:
+    """Turns moments into spans. Never blocks; a dead collector costs nothing but its spans."""
+
+    def __init__(self, exporters: list[SpanExporter], *, version: str, boot_id: bytes) -> None:
+        resource = Resource.create({"service.name": names.SERVICE, "service.version": version})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        for exporter in exporters:
+            self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer: Tracer = self._provider.get_tracer("mtplx", version, schema_url=names.SCHEMA_URL)
+        self._boot_id = boot_id.hex()
+        self._open: dict[bytes, OpenJob] = {}
+        self._model = ""
+
+    def record(self, moments: list[Moment]) -> None:
+        """Build the spans that *moments* begin, mark or end."""
+        for moment in moments:
+            if moment.what == "admitted":
+                self._admitted(moment)
+            elif moment.what == "refused":
+                self._refused(moment)
+            elif moment.job_id in self._open:
+                self._of_open_job(moment, self._open[moment.job_id])
+
+    def close(self) -> None:
+        """End what is open, flush, and give up after CLOSE_S."""
+        for job in self._open.values():
+            job.process.end()
+        closer = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closer.start()
+        closer.join(CLOSE_S)
+
+    def _process_span(self, moment: Moment) -> Span:
+        parent = _remote_context(moment.attributes.get("headers"))
+        remote = get_current_span(parent).get_span_context()
+        return self._tracer.start_span(
+            f"process {names.DESTINATION}",
+            context=parent,
+            kind=SpanKind.CONSUMER,
+            links=[Link(remote)] if remote.is_valid else [],
+            start_time=moment.wall_ns,
+            attributes={
+                names.MESSAGING_SYSTEM: names.SYSTEM,
+                names.MESSAGING_OPERATION_NAME: "process",
+                names.MESSAGING_OPERATION_TYPE: "process",
+                names.MESSAGING_DESTINATION: names.DESTINATION,
+                names.MESSAGING_MESSAGE_ID: moment.job_id.hex(),
+                names.BOOT_ID: self._boot_id,
+            },
+        )
+
+    def _admitted(self, moment: Moment) -> None:
+        span = self._process_span(moment)
+        span.set_attribute(names.ADMIT_SEQ, moment.attributes["seq"])
+        span.set_attribute(names.QUEUE_DEPTH, moment.attributes["depth"])
+        context = set_span_in_context(span, Context())
+        self._open[moment.job_id] = OpenJob(span, context, moment.wall_ns, moment.attributes)
+
+    def _refused(self, moment: Moment) -> None:
+        span = self._process_span(moment)
+        span.set_attribute(names.OUTCOME, "refused")
+        span.set_attribute(names.ERROR_TYPE, moment.attributes["code"])
+        span.set_status(Status(StatusCode.ERROR))
+        span.end(moment.wall_ns)
+
+    def _of_open_job(self, moment: Moment, job: OpenJob) -> None:
+        if moment.what == "dispatched":
+            self._end_queue(job, moment.wall_ns)
+            job.chat = self._chat_span(moment, job)
+        elif moment.what == "first_token" and job.chat is not None:
+            job.chat.add_event(names.EVENT_FIRST_TOKEN, timestamp=moment.wall_ns)
+        elif moment.what == "worker_lost":
+            why = {names.EVENT_REASON: moment.attributes["reason"]}
+            job.process.add_event(names.EVENT_WORKER_LOST, why, moment.wall_ns)
+        elif moment.what == "cancelling":
+            job.process.add_event(names.EVENT_CANCELLING, timestamp=moment.wall_ns)
+        elif moment.what == "ended":
+            self._ended(moment, job)
+
+    def _end_queue(self, job: OpenJob, wall_ns: int) -> None:
+        if job.queued:
+            job.queued = False
+            span = self._tracer.start_span(
+                f"queue {names.DESTINATION}", context=job.context, start_time=job.admitted_ns
+            )
+            span.end(wall_ns)
+
+    def _chat_span(self, moment: Moment, job: OpenJob) -> Span:
+        operation = "chat" if job.asked["chat"] else "text_completion"
+        model = moment.attributes["model"]
+        span = self._tracer.start_span(
+            f"{operation} {model}",
+            context=job.context,
+            kind=SpanKind.CLIENT,
+            start_time=moment.wall_ns,
+            attributes={
+                names.GEN_AI_OPERATION: operation,
+                names.GEN_AI_PROVIDER: names.PROVIDER,
+                names.GEN_AI_REQUEST_MODEL: model,
+                names.GEN_AI_REQUEST_MAX_TOKENS: job.asked["max_tokens"],
+                names.GEN_AI_REQUEST_TEMPERATURE: job.asked["temperature"],
+                names.GEN_AI_REQUEST_TOP_P: job.asked["top_p"],
+                names.GEN_AI_REQUEST_TOP_K: job.asked["top_k"],
+                names.ATTEMPT: moment.attributes["attempt"],
+            },
+        )
+        if job.asked["stop"]:
+            span.set_attribute(names.GEN_AI_REQUEST_STOP, list(job.asked["stop"]))
+        return span
+
+    def _ended(self, moment: Moment, job: OpenJob) -> None:
+        del self._open[moment.job_id]
+        self._end_queue(job, moment.wall_ns)
+        told = moment.attributes
+        spans = [span for span in (job.chat, job.process) if span is not None]
+        for span in spans:
+            span.set_attribute(names.OUTCOME, told["outcome"])
+            if "error" in told:
+                span.set_attribute(names.ERROR_TYPE, told["error"])
+                span.set_status(Status(StatusCode.ERROR))
+        job.process.set_attribute(names.CHUNKS, told["chunks"])
+        if job.chat is not None:
+            _describe_answer(job.chat, told)
+        for span in spans:
+            span.end(moment.wall_ns)
+
+
+def _describe_answer(span: Span, told: dict[str, Any]) -> None:
+    span.set_attribute(names.GEN_AI_OUTPUT_TOKENS, told["tokens"])
+    usage, run = told.get("usage", {}), told.get("run", {})
+    if usage.get("prompt_tokens") is not None:
+        span.set_attribute(names.GEN_AI_INPUT_TOKENS, usage["prompt_tokens"])
+        span.set_attribute(names.GEN_AI_CACHED_TOKENS, usage["cached_tokens"])
+    if "route" in run:
+        span.set_attribute(names.ROUTE, run["route"])
+    if "error" not in told:
+        span.set_attribute(names.GEN_AI_RESPONSE_FINISH_REASONS, [told["outcome"]])
+
+
+def _remote_context(headers: dict[str, str] | None) -> Context:
+    """The producer's context; an empty one where the header is absent or malformed."""
+    return TraceContextTextMapPropagator().extract(headers or {}, Context())
+
+
+def exporters(trace_file: Path | None, endpoint: str) -> list[SpanExporter]:
+    """The exporters asked for: a JSON-lines file, an OTLP/HTTP collector, or both."""
+    logging.getLogger("opentelemetry").setLevel(logging.ERROR)
+    found: list[SpanExporter] = []
+    if trace_file is not None:
+        found.append(FileSpanExporter(path=trace_file))
+    if endpoint:
+        url = endpoint.rstrip("/")
+        url = url if url.endswith("/v1/traces") else f"{url}/v1/traces"
+        found.append(OTLPSpanExporter(endpoint=url, timeout=EXPORT_TIMEOUT_S))
+    return found

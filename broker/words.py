@@ -1,0 +1,141 @@
+"""The messages the broker composes: refusals and last words."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from broker.record import Now, Record
+from mtplx import messages as m
+from mtplx.errors import CODES, WireError
+
+EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
+
+
+def error(fault: WireError, job_id: bytes | None) -> m.Error:
+    """The ERROR that tells a peer of *fault*."""
+    return m.Error(
+        fault.code,
+        fault.message,
+        fault.retryable,
+        id=job_id,
+        retry_after_ms=fault.retry_after_ms,
+        field=fault.field,
+        detail=fault.detail or None,
+    )
+
+
+def coded(code: str, message: str, job_id: bytes | None = None, detail: dict[str, Any] | None = None) -> m.Error:
+    """An ERROR of *code*, whose class stands in the table of codes."""
+    return m.Error(code, message, CODES[code].retryable, id=job_id, detail=detail)
+
+
+def version_error(versions: tuple[int, ...]) -> m.Error:
+    """The answer to a HELLO that offers no version spoken here."""
+    asked = ", ".join(map(str, versions)) or "none"
+    return coded(
+        "E_VERSION",
+        f"This broker speaks MTX version {m.VERSION}, the producer {asked}; update the older of the two.",
+        detail={"supported": [m.VERSION]},
+    )
+
+
+def admitted(record: Record, position: int, boot_id: bytes, *, dup: bool) -> m.Admitted:
+    """The promise that the job is in the line."""
+    return m.Admitted(record.id, record.admit_seq, position, boot_id, record.seed, dup)
+
+
+def cancelled(record: Record, now: Now) -> m.Done:
+    """The last word of a job that ended by cancel before the worker could report on it."""
+    ids = [token for piece in record.answer.pieces for token in piece.ids] if record.answer else []
+    started = record.run.started if record.run else now
+    return m.Done(
+        record.id,
+        0,
+        "cancelled",
+        text=record.answer.text() if record.answer else "",
+        usage={"prompt_tokens": None, "cached_tokens": None, "completion_tokens": len(ids)},
+        timings={"queue_wait_s": started.mono - record.admitted.mono},
+        seed=record.seed,
+        sha256=hashlib.sha256(b"".join(token.to_bytes(4, "little") for token in ids)).hexdigest(),
+        run={"attempt": record.run.attempt if record.run else 0, "speculation": {}},
+    )
+
+
+def done(record: Record, final: m.Final, model: str) -> m.Done:
+    """The last word made of the worker's FINAL and the broker's own clock."""
+    assert record.run is not None
+    timings = {
+        "queue_wait_s": record.run.started.mono - record.admitted.mono,
+        "prefill_s": final.prefill_s,
+        "decode_s": final.decode_s,
+    }
+    if record.run.first_token is not None:
+        timings["time_to_first_token_s"] = record.run.first_token.mono - record.admitted.mono
+    return m.Done(
+        record.id,
+        0,
+        final.finish_reason,
+        text=record.answer.text() if record.answer else "",
+        usage={
+            "prompt_tokens": final.prompt_tokens,
+            "cached_tokens": final.cached_tokens,
+            "completion_tokens": record.tokens,
+        },
+        timings=timings,
+        seed=record.seed,
+        sha256=final.sha256,
+        run={
+            "model": model,
+            "route": final.route,
+            "attempt": record.run.attempt,
+            "max_tokens_used": final.max_tokens_used,
+            "row_invariant": final.row_invariant,
+            "speculation": final.speculation,
+        },
+    )
+
+
+def expired(record: Record, kind: str) -> m.Error:
+    """The last word of a job whose own time limit ran out."""
+    if kind == "ttl":
+        return coded("E_EXPIRED", "The job waited longer than its queue_ttl_ms and was not run.", record.id)
+    return coded(
+        "E_EXPIRED", "The job's deadline_ms passed before it ended.", record.id, {"tokens": record.tokens}
+    )
+
+
+def draining(record: Record) -> m.Error:
+    """The last word of a job that the stopping broker could not run to its end."""
+    what = "had no time left to run" if record.run is None else "could not end in time"
+    return coded(
+        "E_DRAINING",
+        f"The broker is stopping and the job {what}; submit it again later.",
+        record.id,
+        {"tokens": record.tokens},
+    )
+
+
+def worker_lost(record: Record, why: str) -> m.Error:
+    """The last word of a job whose worker died."""
+    return coded(
+        "E_WORKER_LOST",
+        f"The worker {why} while it ran this job; submit it again under a new id.",
+        record.id,
+        {"reason": why, "tokens": record.tokens},
+    )
+
+
+def outcome(last_word: m.Done | m.Error) -> str:
+    """One low-cardinality word for spans and lists."""
+    if isinstance(last_word, m.Done):
+        return last_word.outcome
+    return last_word.code.removeprefix("E_").lower()
+
+
+def end_attributes(record: Record, last_word: m.Done | m.Error) -> dict[str, Any]:
+    """What the end of a job adds to its spans."""
+    found: dict[str, Any] = {"tokens": record.tokens, "chunks": record.reading.next_seq}
+    if isinstance(last_word, m.Error):
+        return {**found, "error": last_word.code}
+    return {**found, "usage": last_word.usage, "run": last_word.run, "timings": last_word.timings}
