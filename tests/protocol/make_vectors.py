@@ -1,4 +1,6 @@
-"""Golden vectors of MTX/1, made from mtplx/messages.py: `python tests/protocol/make_vectors.py` writes them.
+"""Golden vectors of MTX/1, made from mtplx/messages.py.
+
+`PYTHONPATH=tests python -m protocol.make_vectors` writes them.
 
 A client in any language can be checked against the files without a broker. Frames are hex. In `message`,
 bytes are {"hex": ...}, and integers above 2^53 are {"uint": "decimal"} since JSON readers round them.
@@ -13,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+from protocol.bad_jobs import bad_jobs
 
+from mtplx import messages as m
 from mtplx import wire
 from mtplx.job import Job
 from mtplx.messages import FROM_CLIENT, FROM_WORKER, MAGIC, TO_CLIENT, TO_WORKER, Message, Submit, Wire
@@ -266,6 +270,41 @@ def wrong_frames() -> list[dict[str, Any]]:
     return found
 
 
+EXCHANGE: list[Message] = [
+    m.Hello(versions=(1,), client="example 1"),
+    m.Welcome(1, BOOT, 2000, EXAMPLES["limits"], "mtplx-broker 0.1.0"),
+    m.Submit(ID, wire.pack_body({"prompt": "Hi there", "max_tokens": 2})),
+    m.Admitted(ID, admit_seq=0, position=0, boot_id=BOOT, seed=7),
+    m.Started(ID, attempt=1, model="scripted", queue_wait_s=0.25),
+    m.Chunk(ID, attempt=1, seq=0, first=0, n=1, ids=(464,), text="Hi"),
+    m.Chunk(ID, attempt=1, seq=1, first=1, n=1, ids=(6766,), text=" there"),
+    m.Done(
+        ID,
+        seq=2,
+        outcome="length",
+        text="Hi there",
+        usage=EXAMPLES["usage"],
+        timings=EXAMPLES["timings"],
+        seed=7,
+        sha256=trajectory_sha256((464, 6766)),
+        run={"model": "scripted", "route": "serial_b1", "attempt": 1, "max_tokens_used": 2, "row_invariant": True},
+    ),
+    m.Ack(ID),
+]
+
+
+def exchange() -> list[dict[str, Any]]:
+    """One job from HELLO to ACK."""
+    return [
+        {
+            "from": "producer" if type(message) in FROM_CLIENT.values() else "broker",
+            "kind": kind_name(type(message)),
+            "frames": _hex(wire.encode(message)),
+        }
+        for message in EXCHANGE
+    ]
+
+
 def frames_of(vector: dict[str, Any]) -> list[bytes]:
     """The frames of a vector; one may be written as hex and a run of zero bytes."""
     return [
@@ -295,64 +334,6 @@ def unknown_keys() -> list[dict[str, Any]]:
     return found
 
 
-def bad_jobs() -> list[dict[str, Any]]:
-    """Bodies of SUBMIT that are refused with E_BAD_JOB, whatever the model, and the field named."""
-    deep: Any = "x"
-    for _ in range(200):
-        deep = [deep]
-    prompt = {"prompt": "Hi"}
-    rows: list[tuple[Any, str]] = [
-        ({}, "prompt"),
-        ({"max_tokens": 5}, "prompt"),
-        ({"prompt": "Hi", "token_ids": [1]}, "token_ids"),
-        ({"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]}, "messages"),
-        *(({"prompt": value}, "prompt") for value in ("", None, 5, b"Hi", ["Hi"], deep)),
-        *(({"messages": value}, "messages") for value in ([], None, "Hi", {"role": "user"}, 5)),
-        ({"messages": ["Hi"]}, "messages[0]"),
-        ({"messages": [{"role": "user"}]}, "messages[0]"),
-        ({"messages": [{"role": "user", "content": "Hi", "name": "Bo"}]}, "messages[0]"),
-        ({"messages": [{"role": "user", "content": "Hi"}, {"role": "", "content": "Hi"}]}, "messages[1].role"),
-        ({"messages": [{"role": "user", "content": ["Hi"]}]}, "messages[0].content"),
-        *(({"token_ids": value}, "token_ids") for value in ([], None, "1", 5, {"0": 1}, b"\x01")),
-        *(({"token_ids": [1, value]}, "token_ids[1]") for value in (-7, 2**31, 1.0, True, None, "1", [1])),
-    ]
-    nan, infinite = float("nan"), float("inf")
-    numbers: dict[str, list[Any]] = {
-        "max_tokens": [0, -1, -5, 2**31, 2**63, 16.0],
-        "temperature": [-0.1, 1e-5, 100.5, infinite, -infinite, nan],
-        "top_p": [0, -0.5, 1.5, nan, infinite],
-        "top_k": [-1, 2**31, 1.0],
-        "min_p": [-0.1, 1.5, nan],
-        "seed": [-1, 1.0],
-        "repetition_penalty": [0, -1.0, 101, nan, infinite],
-        "presence_penalty": [-100.5, 100.5, nan, infinite],
-        "frequency_penalty": [-100.5, 100.5, nan, infinite],
-        "penalty_window": [-1, 2**31, 1.0],
-        "logprobs": [-1, 21, 1.0],
-    }
-    for name, values in numbers.items():
-        rows += [({**prompt, name: value}, name) for value in (*values, True, None, "x", [1], deep)]
-    more: list[tuple[str, Any, str]] = [
-        *(("stop", value, "stop") for value in ("END", [], None, ["x"] * 17, {"0": "x"}, 5)),
-        *(("stop", ["x", value], "stop[1]") for value in (5, "", None, "x" * 257, ["x"])),
-        *(("logit_bias", value, "logit_bias") for value in (None, [], [[1, 2.0]], "1", {"-1": 1.0}, {"1.0": 1.0})),
-        *(("logit_bias", value, "logit_bias") for value in ({"x": 1.0}, {"": 1.0}, {"01": 1.0}, {" 1": 1.0})),
-        ("logit_bias", {str(token): 1.0 for token in range(1025)}, "logit_bias"),
-        *(("logit_bias", {"7": value}, "logit_bias[7]") for value in (None, nan, infinite, "1", True, 1000.5)),
-        *(("speculation", value, "speculation") for value in ("on", None, True, 1, ["auto"])),
-        *(("cache", value, "cache") for value in ("all", None, 1, 0, ["answers"])),
-        *(("metadata", value, "metadata") for value in (None, [], "x", {str(key): "" for key in range(17)})),
-        *(("metadata", {"k": value}, "metadata[k]") for value in (None, 5, ["x"], {"k": "x"})),
-        ("metadata", {"": "x"}, "metadata key"),
-        ("metadata", {"k": "x" * 4096}, "metadata"),
-        *((name, 1, name) for name in ("n", "response_format", "tools", "max_token", "Prompt")),
-    ]
-    rows += [({**prompt, name: value}, field) for name, value, field in more]
-    return [
-        {"body": bytes(msgpack.packb(body)).hex(), "code": "E_BAD_JOB", "field": field} for body, field in rows
-    ]
-
-
 def hashes() -> list[dict[str, Any]]:
     """Trajectories and their SHA-256."""
     rows: list[tuple[int, ...]] = [(), (0,), (1, 2, 3), (464, 6766, 318, 4171), (2**32 - 1, 0, 2**31)]
@@ -367,6 +348,7 @@ def files() -> dict[str, str]:
         "invalid_frames": wrong_frames(),
         "invalid_fields": wrong_types(),
         "invalid_jobs": bad_jobs(),
+        "exchange": exchange(),
         "hashes": hashes(),
     }
     return {
