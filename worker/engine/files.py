@@ -1,0 +1,168 @@
+"""Model directories before anything is loaded: where they lie, and whether they are complete."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any, Final
+
+from huggingface_hub.errors import HfHubHTTPError
+from mlx_lm import utils as mlx_lm_utils
+
+from mtplx.errors import ModelFilesError
+
+# Models that `mtplx pull` knows how to fetch.
+KNOWN: Final = ("smollm2-135m",)
+# Written by `mtplx pull` beside the weights: {"files": {name: bytes}}.
+MANIFEST: Final = "mtplx-manifest.json"
+_INDEX: Final = "model.safetensors.index.json"
+_JSON: Final = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+_TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
+_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_SHARD: Final = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
+# mlx-lm has no limit of its own; the longest header of a real model is a few MiB.
+_MAX_HEADER: Final = 100_000_000
+
+
+def model_dir(name: str, cache_dir: Path) -> Path:
+    """Where `mtplx pull` keeps the model of that short name."""
+    return cache_dir / "models" / name
+
+
+def resolve_model(name_or_path: str, cache_dir: Path) -> Path:
+    """The checked directory of a pulled name, a local directory, or a Hugging Face id (fetched when absent).
+
+    Raises:
+        ModelFilesError: saying what is missing or damaged, and what to do.
+    """
+    if name_or_path in KNOWN:
+        path = model_dir(name_or_path, cache_dir)
+        if not path.is_dir():
+            raise ModelFilesError(f"{name_or_path} is not in {cache_dir}; run: mtplx pull {name_or_path}")
+    elif (path := Path(name_or_path).expanduser()).is_dir():
+        pass
+    elif path.exists():
+        raise ModelFilesError(f"{path} is a file; --model takes the directory with config.json in it.")
+    elif _HUB_ID.fullmatch(name_or_path):
+        path = _download(name_or_path)
+    else:
+        raise ModelFilesError(
+            f"There is no model {name_or_path!r}: --model takes a pulled name ({', '.join(KNOWN)}), an MLX model "
+            "directory, or a Hugging Face id such as mlx-community/SmolLM2-135M-Instruct."
+        )
+    check_model_files(path)
+    return path
+
+
+def model_name(path: Path) -> str:
+    """A name for people: the directory's, or `owner/name` where the directory is a hub snapshot."""
+    if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
+        return path.parent.parent.name.removeprefix("models--").replace("--", "/", 1)
+    return path.name
+
+
+def _download(hub_id: str) -> Path:
+    try:
+        return Path(mlx_lm_utils._download(hub_id))  # noqa: SLF001 - the one way mlx-lm itself fetches a model
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelFilesError(
+            f"{hub_id} cannot be fetched from Hugging Face ({reason}). Check the name and the network; models "
+            "behind a licence need `hf auth login`. A directory or a pulled name works without a network."
+        ) from error
+
+
+def check_model_files(path: Path) -> None:
+    """Refuse a model directory that is not whole, before any of it is loaded.
+
+    Sizes are taken from the manifest, from the index, and from each weight file's own header.
+
+    Raises:
+        ModelFilesError: naming the file.
+    """
+    if not path.is_dir():
+        raise ModelFilesError(f"{path} is not a directory.")
+    unfinished = sorted(path.rglob("*.incomplete"))
+    if unfinished:
+        raise ModelFilesError(f"{unfinished[0]} is an unfinished download; fetch the model again.")
+    config = _read_json(path / "config.json")
+    if not isinstance(config.get("model_type"), str):
+        raise ModelFilesError(f"{path / 'config.json'} names no model_type; it is not the config of a model.")
+    if config.get("model_file") is not None:
+        raise ModelFilesError(f"{path} wants to run its own code ({config['model_file']}); that is never done.")
+    if (path / MANIFEST).exists():
+        _check_manifest(path)
+    for shard in _shards(path):
+        _check_safetensors(shard)
+    for name in _JSON:
+        if (path / name).exists():
+            _read_json(path / name)
+    _check_tokenizer(path)
+
+
+def _check_manifest(path: Path) -> None:
+    files = _read_json(path / MANIFEST).get("files")
+    if not isinstance(files, dict):
+        raise ModelFilesError(f"{path / MANIFEST} lists no files; pull the model again.")
+    for name, size in files.items():
+        found = (path / name).stat().st_size if (path / name).is_file() else None
+        if found != size:
+            state = "is missing" if found is None else f"has {found} bytes, not {size}"
+            raise ModelFilesError(f"{path / name} {state}; pull the model again.")
+
+
+def _shards(path: Path) -> list[Path]:
+    if (path / _INDEX).exists():
+        weight_map = _read_json(path / _INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelFilesError(f"{path / _INDEX} has no weight_map; fetch the model again.")
+        wanted = {str(name) for name in weight_map.values()}
+    else:
+        wanted = {file.name for file in path.glob("model*.safetensors")}
+        for numbered in [match for name in wanted if (match := _SHARD.fullmatch(name))]:
+            wanted |= {f"model-{i:05}-of-{numbered[2]}.safetensors" for i in range(1, int(numbered[2]) + 1)}
+    if not wanted:
+        raise ModelFilesError(f"{path} has no model*.safetensors file.")
+    for name in sorted(wanted):
+        if not (path / name).is_file():
+            raise ModelFilesError(f"{path / name} is missing; the model is not complete. Fetch it again.")
+    return [path / name for name in sorted(wanted)]
+
+
+def _check_safetensors(file: Path) -> None:
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > min(size, _MAX_HEADER):
+                raise ValueError("its header is longer than the file")
+            header = json.loads(stream.read(length))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        expected = 8 + length + max(ends)
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ModelFilesError(f"{file} is not a whole safetensors file ({error}). Fetch it again.") from error
+    if size != expected:
+        raise ModelFilesError(f"{file} has {size} bytes where its header says {expected}. Fetch it again.")
+
+
+def _check_tokenizer(path: Path) -> None:
+    found = [path / name for name in _TOKENIZERS if (path / name).exists()] + sorted(path.glob("*.tiktoken"))
+    if not found:
+        raise ModelFilesError(f"{path / 'tokenizer.json'} is missing; the model has no tokenizer.")
+    for file in found:
+        if file.stat().st_size == 0:
+            raise ModelFilesError(f"{file} is empty; fetch the model again.")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelFilesError(f"{file} is missing; is {file.parent} a model directory?") from None
+    except (OSError, ValueError) as error:
+        raise ModelFilesError(f"{file} cannot be read as JSON ({error}). Fetch the model again.") from error
+    if not isinstance(content, dict):
+        raise ModelFilesError(f"{file} does not hold a JSON object. Fetch the model again.")
+    return content

@@ -1,0 +1,129 @@
+"""The worker's sign of life: a thread with a connection of its own that beats on a clock.
+
+It reads plain numbers that the main thread writes, and never touches MLX.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from typing import Final
+
+import zmq
+
+from mtplx import messages as m
+from mtplx.errors import ProtocolError
+from mtplx.wire import MAX_FRAME_BYTES, decode, encode
+
+HEARTBEAT_MS: Final = 2000
+HEARTBEAT_TIMEOUT_MS: Final = 6000
+
+
+def dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+    """A DEALER that only sends on a live connection and comes back by itself."""
+    socket = context.socket(zmq.DEALER)
+    for option, value in (
+        (zmq.IMMEDIATE, 1),
+        (zmq.LINGER, 0),
+        (zmq.SNDHWM, 10_000),
+        (zmq.RECONNECT_IVL, 100),
+        (zmq.RECONNECT_IVL_MAX, 3000),
+        (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
+        (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
+        (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
+        (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS),
+    ):
+        socket.setsockopt(option, value)
+    socket.connect(endpoint)
+    return socket
+
+
+@dataclass(slots=True)
+class Vitals:
+    """What the main thread is doing. Each field is one assignment, which needs no lock.
+
+    progress only grows; disowned is set when the broker says that it does not know this worker.
+    """
+
+    lease: int | None = None
+    progress: int = 0
+    phase: str = "idle"
+    done: int = 0
+    total: int = 0
+    disowned: bool = False
+
+    def note(self, phase: str, done: int, total: int) -> None:
+        """Something got done."""
+        self.phase, self.done, self.total = phase, done, total
+        self.progress += 1
+
+    def rest(self) -> None:
+        """Nothing runs."""
+        self.lease, self.phase, self.done, self.total = None, "idle", 0, 0
+
+
+class Pulse(threading.Thread):
+    """Beats every `beat_s` seconds until `stop`. With *watch_stdin*, the end of stdin ends the process."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        worker_id: bytes,
+        vitals: Vitals,
+        *,
+        watch_stdin: bool = False,
+    ) -> None:
+        super().__init__(name="pulse", daemon=True)
+        self.beat_s = 2.0
+        self._context = context
+        self._endpoint = endpoint
+        self._worker_id = worker_id
+        self._vitals = vitals
+        self._watch_stdin = watch_stdin
+        self._stopping = threading.Event()
+
+    def run(self) -> None:
+        """Beat and listen."""
+        socket = dealer(self._context, self._endpoint)
+        while not self._stopping.wait(self.beat_s):
+            self._beat(socket)
+            self._listen(socket)
+            if self._watch_stdin and stdin_ended():
+                self._watch_stdin = False
+                os.kill(os.getpid(), signal.SIGTERM)
+        socket.close(linger=0)
+
+    def stop(self) -> None:
+        """End the thread; returns when its socket is closed."""
+        self._stopping.set()
+        self.join()
+
+    def _beat(self, socket: zmq.Socket[bytes]) -> None:
+        vitals = self._vitals
+        beat = m.WorkerBeat(
+            self._worker_id, vitals.progress, vitals.lease, vitals.phase, vitals.done, vitals.total
+        )
+        # With no broker there is nobody to tell, and the next beat says the same.
+        if socket.poll(0, zmq.POLLOUT):
+            socket.send_multipart(encode(beat), zmq.NOBLOCK)
+
+    def _listen(self, socket: zmq.Socket[bytes]) -> None:
+        # An answer takes a moment; it is read now or after the next beat.
+        while socket.poll(10):
+            try:
+                message = decode(socket.recv_multipart(), m.TO_WORKER)
+            except ProtocolError:
+                continue
+            if isinstance(message, m.Error) and message.code == "E_UNKNOWN_WORKER":
+                self._vitals.disowned = True
+
+
+def stdin_ended() -> bool:
+    """True once whoever holds the other end of stdin is gone."""
+    readable, _, _ = select.select([sys.stdin], [], [], 0)
+    return bool(readable) and not os.read(sys.stdin.fileno(), 1)

@@ -1,0 +1,52 @@
+"""Puts a worker together: model, engine, what it says of itself."""
+
+from __future__ import annotations
+
+import platform
+from functools import partial
+from importlib.metadata import version
+from time import perf_counter
+
+from mtplx.settings import SchedulerMode, Settings
+from worker.engine.load import LoadedModel, device_name, load, resolve_model
+from worker.engine.reference import ReferenceEngine
+from worker.job import run_job
+from worker.loop import Offer, Worker
+
+
+def start(settings: Settings, *, watch_stdin: bool = False) -> Worker:
+    """A worker with a warm model, not yet talking to the broker.
+
+    Raises:
+        ModelFilesError: the model is missing or incomplete.
+    """
+    loaded = load(resolve_model(settings.model, settings.cache_dir))
+    engine = ReferenceEngine(loaded, settings.prefill_chunk)
+    engine.warm_up()
+    run = partial(run_job, engine=engine, loaded=loaded, clock=perf_counter)
+    return Worker(settings, offer(settings, loaded), run, watch_stdin=watch_stdin)
+
+
+def offer(settings: Settings, loaded: LoadedModel) -> Offer:
+    """What READY tells of this worker."""
+    hyper = settings.scheduler_mode is SchedulerMode.HYPER
+    return Offer(
+        mode=str(settings.scheduler_mode),
+        # No width executor is installed, so the only stage that can pay is the one of width 1.
+        stage="h0" if hyper else "",
+        model=loaded.name,
+        vocabulary=loaded.vocabulary,
+        context=loaded.context,
+        info={
+            "device": device_name(),
+            "dtype": loaded.dtype,
+            "engine": "reference",
+            "row_invariant": False,
+            "width_executor": False,
+            "versions": {
+                "python": platform.python_version(),
+                "mlx": version("mlx"),
+                "mlx_lm": version("mlx-lm"),
+            },
+        },
+    )
