@@ -17,7 +17,8 @@ from typing import Any, Final, NamedTuple, get_type_hints
 import msgpack
 
 from mtplx.errors import ProtocolError
-from mtplx.messages import BODY, MAGIC, VERSION, Message, Wire
+from mtplx.fields import BODY, Wire
+from mtplx.messages import MAGIC, VERSION, Message
 
 MAX_HEADER_BYTES: Final = 64 * 1024
 # A frame above this ends the connection inside libzmq; limits below it can be answered.
