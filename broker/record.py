@@ -8,7 +8,8 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from broker.moves import Move, Phase, advance
-from mtplx.messages import Chunk, Done, Error, Logprobs
+from mtplx.fields import Logprobs
+from mtplx.messages import Chunk, Done, Error
 
 # Keeps a coalesced chunk far below the frame limit, even with 20 log-probabilities a token.
 MAX_CHUNK_TOKENS: Final = 4096

@@ -8,46 +8,30 @@ instead of the header map (frame 2); a default makes it optional. Times end in t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import Annotated, Any, ClassVar
+
+from mtplx.fields import (
+    BODY,
+    BOOL,
+    FLOAT,
+    ID,
+    STR,
+    UINT,
+    Attempt,
+    Count,
+    Credit,
+    First,
+    Headers,
+    JobId,
+    Lease,
+    LogprobsField,
+    Text,
+    TokenIds,
+    Wire,
+)
 
 VERSION = 1
 MAGIC = b"MTX" + bytes([VERSION])
-
-
-class Wire(Enum):
-    """Wire types; the value is the name used in the documents."""
-
-    ID = "bin 16"
-    UINT = "uint"
-    FLOAT = "float"
-    BOOL = "bool"
-    STR = "str"
-    UINTS = "[uint]"
-    STRS = "[str]"
-    STR_MAP = "{str: str}"
-    MAP = "{str: any}"
-    LOGPROBS = "[[[uint, float]]]"
-    RAW = "msgpack"
-
-
-BODY = "body"
-ID, UINT, FLOAT, BOOL, STR = Wire.ID, Wire.UINT, Wire.FLOAT, Wire.BOOL, Wire.STR
-
-JobId = Annotated[bytes, ID, "The job, drawn at random by the producer."]
-Attempt = Annotated[int, UINT, "Number of the try on a worker, from 1."]
-Lease = Annotated[int, UINT, "The right to run this attempt; messages of an older lease change nothing."]
-First = Annotated[int, UINT, "Index of the first token in the answer, from 0."]
-Count = Annotated[int, UINT, "How many tokens."]
-TokenIds = Annotated[tuple[int, ...], Wire.UINTS, BODY, "Token ids, in order."]
-Text = Annotated[str, STR, BODY, "Text these tokens release; empty while it is held back."]
-# A list per token, of (id, log-probability) pairs, most likely first.
-Logprobs = tuple[tuple[tuple[int, float], ...], ...]
-LogprobsField = Annotated[
-    Logprobs | None, Wire.LOGPROBS, BODY, "Per token the most likely ids with the log-softmax of the raw logits."
-]
-Headers = Annotated[dict[str, str] | None, Wire.STR_MAP, "Trace context (`traceparent`, `tracestate`) and `x-*`."]
-Credit = Annotated[int | None, UINT, "How many chunks may be sent unasked; absent = no limit."]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +139,7 @@ class Welcome(Message):
     version: Annotated[int, UINT, "The major version spoken from here on."]
     boot_id: Annotated[bytes, ID, "Drawn at each start of the broker."]
     beat_ms: Annotated[int, UINT, "A producer with open jobs hears from the broker at least this often."]
-    limits: Annotated[
-        dict[str, Any],
-        Wire.MAP,
-        "`max_job_bytes`, `queue_jobs`, `queue_bytes`, `retain_s`, `orphan_s` (integers).",
-    ]
+    limits: Annotated[dict[str, Any], Wire.MAP, "Integers; see Limits."]
     server: Annotated[str, STR, "Name and version of the broker, for people."] = ""
     caps: Annotated[tuple[str, ...], Wire.STRS, "Capabilities the broker offers; none are defined yet."] = ()
 
@@ -213,20 +193,10 @@ class Done(Message):
     outcome: Annotated[str, STR, "`stop`, `length` or `cancelled`."]
     text: Annotated[str, STR, BODY, "The whole answer; equal to the chunks' texts put together."]
     usage: Annotated[dict[str, Any], Wire.MAP, BODY, "`prompt_tokens`, `cached_tokens`, `completion_tokens`."]
-    timings: Annotated[
-        dict[str, Any],
-        Wire.MAP,
-        BODY,
-        "Seconds: `queue_wait_s`, `prefill_s`, `time_to_first_token_s` (from admission), `decode_s`.",
-    ]
+    timings: Annotated[dict[str, Any], Wire.MAP, BODY, "Seconds; see What DONE tells."]
     seed: Annotated[int, UINT, BODY, "The seed used."]
     sha256: Annotated[str, STR, BODY, "Hex SHA-256 of the token ids as little-endian uint32."]
-    run: Annotated[
-        dict[str, Any],
-        Wire.MAP,
-        BODY,
-        "How it ran: `model`, `route`, `attempt`, `max_tokens_used`, `row_invariant`, `speculation`.",
-    ]
+    run: Annotated[dict[str, Any], Wire.MAP, BODY, "How it ran; see What DONE tells."]
 
 
 @dataclass(frozen=True, slots=True)

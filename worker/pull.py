@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from mtplx import settings
 from mtplx.errors import ModelFilesError, MtplxError
+from mtplx.settings import Settings
 from worker.engine.files import MANIFEST, check_model_files, model_dir
 from worker.gguf import convert
 
@@ -218,7 +218,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cache-dir", type=Path, default=None, help="folder of pulled models")
     given = parser.parse_args(arguments)
     try:
-        cache_dir = given.cache_dir or settings.load().cache_dir
+        cache_dir = given.cache_dir or Settings.load().cache_dir
         pull(given.name, cache_dir, _say)
     except MtplxError as error:
         sys.stderr.write(f"error: {error}\n")

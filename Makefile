@@ -1,0 +1,32 @@
+# `make demo` and `make test` set up .venv by themselves; PYTHON=... chooses the interpreter.
+BIN := .venv/bin
+export PYTHON
+
+.PHONY: demo test prove check bench setup clean
+
+demo: setup
+	$(BIN)/mtplx demo
+
+test: setup check
+	$(BIN)/python -m pytest -m "not prove"
+
+# Lint, format and types; the import rules and sizes are tests.
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# The long forms; they write bench/results.
+prove: setup
+	$(BIN)/python -m pytest -m prove
+	$(MAKE) bench
+
+bench: setup
+	$(BIN)/python bench/broker.py
+	$(BIN)/python bench/parity.py
+
+setup:
+	@scripts/setup
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
