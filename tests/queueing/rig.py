@@ -54,6 +54,8 @@ class Rig:
         self.worker_heard: dict[bytes, list[m.Message]] = {}
         self.deaf: set[bytes] = set()
         self.gone: set[bytes] = set()
+        # Messages that still fit into a reader's pipe; absent means any number.
+        self.room: dict[bytes, int] = {}
         self._progress = count(1)
 
     def now(self) -> Now:
@@ -70,20 +72,28 @@ class Rig:
             if route in self.gone:
                 self.back.on_unreachable(route, self.now())
             else:
-                self.worker_heard.setdefault(route, []).append(message)
+                self.on_sent_to_worker(route, message)
         outboxes = self.jobs.outboxes
         for route in outboxes.due(self.clock.seconds):
             while (message := outboxes.offer(route)) is not None:
                 if route in self.gone:
                     self.machine.on_client_gone(route, self.now())
                     break
-                if route in self.deaf:
+                if route in self.deaf or self.room.get(route, 1) == 0:
                     outboxes.blocked(route, self.clock.seconds)
                     break
                 wire.encode(message)
-                self.heard.setdefault(route, []).append(message)
+                if route in self.room:
+                    self.room[route] -= 1
+                self.on_sent_to_client(route, message)
                 outboxes.sent(route)
         self.jobs.check()
+
+    def on_sent_to_worker(self, route: bytes, message: m.Message) -> None:
+        self.worker_heard.setdefault(route, []).append(message)
+
+    def on_sent_to_client(self, route: bytes, message: m.Message) -> None:
+        self.heard.setdefault(route, []).append(message)
 
     def wait(self, seconds: float, *, beats: bool = True) -> None:
         """Let time pass turn by turn as the loop does; the worker beats meanwhile unless told not to."""
