@@ -260,7 +260,10 @@ class Machine:
     def next_wake(self) -> float:
         """The monotonic time at which `tick` has something to do even if nothing happens."""
         moments = [self._next_beat, self.back.next_check(), self._timers.next()]
-        moments += [at for at in (self._drain_at, self._goodbye_at) if at is not None]
+        if self._drain_at is not None:
+            moments.append(self._drain_at)
+        if self._goodbye_at is not None and not self._goodbye_over:
+            moments.append(self._goodbye_at)
         retry = self.jobs.outboxes.next_retry()
         if retry is not None:
             moments.append(retry)

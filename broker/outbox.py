@@ -53,9 +53,7 @@ class Outboxes:
         route = record.reading.route
         if route is not None:
             self._client(route).jobs[record.id] = record
-            # A marker queued before there is anything to deliver would let a chunk overtake STARTED.
-            if record.answer is not None or record.last_word is not None:
-                self.mark(record)
+            self.mark(record)
 
     def detach(self, record: Record) -> None:
         """Nobody reads *record* any more."""
@@ -73,6 +71,9 @@ class Outboxes:
         """Note that *record* may have something to deliver."""
         reading = record.reading
         if reading.route is None or reading.queued or reading.last_word_sent:
+            return
+        if record.answer is None and record.last_word is None:
+            # A marker queued before there is anything to deliver would let a chunk overtake STARTED.
             return
         reading.queued = True
         self._client(reading.route).queue.append(record)

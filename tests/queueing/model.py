@@ -57,7 +57,9 @@ class CheckedRig(Rig):
             assert all(message.lease > run.lease for _, run in self.all_runs[-1:])
             self.run_order.append(fact.admit_seq)
             self.all_runs.append((route, message))
-            open_jobs = [one for one in self.jobs.records.values() if one.phase in (Phase.RUNNING, Phase.CANCELLING)]
+            open_jobs = [
+                one for one in self.jobs.records.values() if one.phase in (Phase.RUNNING, Phase.CANCELLING)
+            ]
             assert [one.id for one in open_jobs] == [message.id], "two in flight"
 
     def on_sent_to_client(self, route, message):
