@@ -21,13 +21,13 @@ from mtplx.errors import (
     ProtocolError,
     WireError,
 )
+from mtplx.fields import Logprobs
 from mtplx.job import Job
 from mtplx.messages import (
     Admitted,
     Chunk,
     Done,
     Error,
-    Logprobs,
     Message,
     Progress,
     Resume,
