@@ -191,9 +191,11 @@ def _messages(name: str, value: Any) -> tuple[dict[str, str], ...]:
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if type(value) not in (list, tuple) or not value:
         raise _wrong(name, "a non-empty list of token ids", value)
-    for number, token in enumerate(value):
-        if type(token) is not int or not 0 <= token <= MAX_INT:
-            raise _wrong(f"{name}[{number}]", "a token id", token)
+    # A prompt may be millions of ids: they are looked at one by one only to name the wrong one.
+    if set(map(type, value)) != {int} or min(value) < 0 or max(value) > MAX_INT:
+        for number, token in enumerate(value):
+            if type(token) is not int or not 0 <= token <= MAX_INT:
+                raise _wrong(f"{name}[{number}]", "a token id", token)
     return tuple(value)
 
 
@@ -217,11 +219,10 @@ def _logit_bias(name: str, value: Any) -> dict[int, float]:
 
 
 def _bias_id(name: str, key: Any) -> int:
-    if type(key) is int and abs(key) <= MAX_INT:
+    if type(key) is int and 0 <= key <= MAX_INT:
         return key
     # One spelling for each id, so that no two keys mean the same token.
-    digits = key[1:] if type(key) is str and key.startswith("-") else key
-    if type(key) is str and digits.isascii() and digits.isdigit() and len(digits) <= 10 and str(int(key)) == key:
+    if type(key) is str and key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key:
         return int(key)
     raise _wrong(name, "keyed by decimal token ids", key)
 

@@ -212,7 +212,9 @@ def _refuse_timestamps(key: str, value: Any) -> None:
         item = open_lists.pop()
         if type(item) is msgpack.Timestamp:
             _refuse_ext(-1, b"", key)
-        if type(item) is list:
+        # A prompt may be millions of ids: only the kinds of items are looked at one by one.
+        kinds = set(map(type, item))
+        if kinds & {list, msgpack.Timestamp}:
             open_lists.extend(one for one in item if type(one) in (list, msgpack.Timestamp))
 
 
@@ -279,10 +281,12 @@ def _str_map(name: str, value: Any) -> dict[str, str]:
 
 
 def _logprobs(name: str, value: Any) -> tuple[tuple[tuple[int, float], ...], ...]:
-    try:
-        return tuple(tuple((_uint(name, token), _float(name, logprob)) for token, logprob in one) for one in value)
-    except (TypeError, ValueError):
-        raise _wrong(name, Wire.LOGPROBS) from None
+    if type(value) is not list:
+        raise _wrong(name, Wire.LOGPROBS)
+    for token in value:
+        if type(token) is not list or any(type(pair) is not list or len(pair) != 2 for pair in token):
+            raise _wrong(name, Wire.LOGPROBS)
+    return tuple(tuple((_uint(name, token), _float(name, logprob)) for token, logprob in one) for one in value)
 
 
 _READERS: dict[Wire, Callable[[str, Any], Any]] = {

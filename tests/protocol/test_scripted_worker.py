@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 import uuid
+from pathlib import Path
 
 import pytest
 import zmq
@@ -222,7 +223,7 @@ def test_a_worker_process_dies_as_told_and_its_log_survives(broker, endpoint, tm
         "--fault-after",
         "2",
     ]
-    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.getcwd()})
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(Path.cwd())})
     try:
         broker.welcome()
         broker.run(Job(prompt="a b c"))
