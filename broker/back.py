@@ -71,12 +71,16 @@ class Back:
         """Bytes on the worker's endpoint that are no worker message."""
         self._jobs.counters["bad_worker_frames"] += 1
         self.outgoing.append((route, words.error(error, None)))
-        if self.worker is not None and self.worker.route == route:
+        if self.is_worker(route):
             self.lose("broken", now)
+
+    def is_worker(self, route: bytes) -> bool:
+        """Whether *route* is the one worker's connection for jobs."""
+        return self.worker is not None and self.worker.route == route
 
     def on_unreachable(self, route: bytes, now: Now) -> None:
         """A message to *route* could not be sent: the connection is gone."""
-        if self.worker is not None and self.worker.route == route:
+        if self.is_worker(route):
             self.lose("exited", now)
 
     def lose(self, reason: str, now: Now) -> None:
