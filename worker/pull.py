@@ -145,7 +145,9 @@ def _download(recipe: Recipe, work: Path, progress: Progress) -> Path:
                 process.wait(timeout=_REPORT_S)
                 break
             except subprocess.TimeoutExpired:
-                progress(f"downloading {recipe.requirement}: {_size(scratch) // _MIB} of {total} MiB")
+                # pip keeps a second copy for a moment while it moves the file out of its scratch folder.
+                arrived = min(_size(scratch) // _MIB, total)
+                progress(f"downloading {recipe.requirement}: {arrived} of {total} MiB")
             except BaseException:
                 process.kill()
                 raise
