@@ -23,12 +23,13 @@ SAMPLED = {**PROMPT, "temperature": 0.9}
 
 
 def test_greedy_and_sampled_ids_are_those_of_mlx_lm(room, tiny):
+    def ban(_tokens, logits):
+        padded = mx.arange(tiny.width) >= tiny.vocabulary
+        return mx.where(padded, -mx.inf, logits).at[:, 1].add(-1000)
+
     prompt = mx.array(tiny.tokenizer.encode("the quick brown fox"))
     for temperature in (0.0, 0.9):
         sampler = KeyedSampler(Sampling(seed=5, temperature=temperature), start=len(prompt))
-        ban = lambda _, logits: (
-            mx.where(mx.arange(tiny.width) >= tiny.vocabulary, -mx.inf, logits).at[:, 1].add(-1000)
-        )  # noqa: E731
         theirs = stream_generate(
             tiny.model, tiny.tokenizer, prompt, max_tokens=40, sampler=sampler, logits_processors=[ban]
         )
