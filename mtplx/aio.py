@@ -90,10 +90,9 @@ class AsyncClient:
         self._turn()
         try:
             await self._wait(lambda: self._session.welcome is not None, "No broker answers")
-        except BaseException:
+        finally:
             if self._session.welcome is None:
                 self._close(goodbye=False)
-            raise
 
     async def submit(
         self,
@@ -118,10 +117,10 @@ class AsyncClient:
             await self._wait(
                 lambda: state.admitted is not None or state.ended, "The broker does not admit the job"
             )
-        except BaseException:
-            self._session.give_up(state, BrokerUnreachableError("The job was withdrawn before its admission."))
-            self._turn()
-            raise
+        finally:
+            if state.admitted is None:
+                self._session.give_up(state, BrokerUnreachableError("The job was withdrawn before its admission."))
+                self._turn()
         if state.admitted is None and state.error is not None:
             raise state.error
         return AsyncStream(self, state)

@@ -167,9 +167,9 @@ class Client:
             self._poll.register(fd, select.POLLIN)
         try:
             self._wait(lambda: self._session.welcome is not None, "No broker answers")
-        except BaseException:
-            self._close(goodbye=False)
-            raise
+        finally:
+            if self._session.welcome is None:
+                self._close(goodbye=False)
 
     def submit(
         self,
@@ -203,9 +203,9 @@ class Client:
             self._push()
         try:
             self._wait(lambda: state.admitted is not None or state.ended, "The broker does not admit the job")
-        except BaseException:
-            self._withdraw(state)
-            raise
+        finally:
+            if state.admitted is None:
+                self._withdraw(state)
         if state.admitted is None and state.error is not None:
             raise state.error
         return Stream(self, state)

@@ -46,9 +46,10 @@ MIN_IDLE_S: Final = 10.0
 
 @dataclass(slots=True)
 class Ticket:
-    """A question whose answer carries no id: answers come in the order of the questions."""
+    """A question. Its answer is told by what it is about: one job, the list of jobs, or health."""
 
     question: Status
+    about: str
     answer: dict[str, Any] | None = None
     error: MtplxError | None = None
 
@@ -131,7 +132,7 @@ class Session:
 
     def ask(self, job_id: bytes | None = None, *, jobs: bool = False) -> Ticket:
         """Queue a STATUS question."""
-        ticket = Ticket(Status(id=job_id, jobs=jobs))
+        ticket = Ticket(Status(id=job_id, jobs=jobs), job_id.hex() if job_id else "jobs" if jobs else "health")
         self._tickets.append(ticket)
         self.outbox.append(ticket.question)
         return ticket
@@ -173,7 +174,7 @@ class Session:
             case Welcome():
                 self._welcome(message)
             case StatusReply():
-                self._settle(answer=message.status)
+                self._answer(message.status)
             case Draining():
                 self.draining = True
             case Error():
@@ -210,23 +211,25 @@ class Session:
             )
         if message.id is not None and message.id in self.streams:
             self._route(message.id, message)
-        elif any(ticket.question.id == message.id for ticket in self._tickets):
-            self._settle(error=error_of(message), job_id=message.id)
         elif message.id is None:
             self.fail(error_of(message))
+        else:
+            ticket = self._take_ticket(message.id.hex())
+            if ticket is not None:
+                ticket.error = error_of(message)
 
-    def _settle(
-        self,
-        *,
-        answer: dict[str, Any] | None = None,
-        error: MtplxError | None = None,
-        job_id: bytes | None = None,
-    ) -> None:
-        for ticket in self._tickets:
-            if error is None or ticket.question.id == job_id:
-                ticket.answer, ticket.error = answer, error
-                self._tickets.remove(ticket)
-                return
+    def _answer(self, status: dict[str, Any]) -> None:
+        about = status.get("id") or ("jobs" if "jobs" in status else "health")
+        # One that nobody asked for: CANCEL of another producer's job brings its state, too.
+        ticket = self._take_ticket(str(about))
+        if ticket is not None:
+            ticket.answer = status
+
+    def _take_ticket(self, about: str) -> Ticket | None:
+        found = next((ticket for ticket in self._tickets if ticket.about == about), None)
+        if found is not None:
+            self._tickets.remove(found)
+        return found
 
     def _undecodable(self, error: ProtocolError) -> None:
         state = self.streams.get(error.job_id or b"")

@@ -34,11 +34,14 @@ def test_many_jobs_at_once_come_back_whole(broker: FakeBroker) -> None:
 def test_a_stream_is_iterated_and_asked_for_its_result(broker: FakeBroker) -> None:
     async def main() -> None:
         async with AsyncClient(broker.endpoint) as client:
-            stream = await client.submit("Hi", credit=2)
+            stream = await client.submit("Hi")
             assert [piece.text async for piece in stream] == list(WORDS)
             assert (await stream.result()).finish_reason == "stop"
             assert (stream.seed, stream.admit_seq) == (7, 1)
-            broker.wait_for(GiveCredit)
+            broker.reply = lambda it, submit: [it.admit(submit), *chunks(submit.id)[:2]]
+            stream = await client.submit("Hi", credit=2)
+            await anext(stream)
+            assert broker.wait_for(GiveCredit).upto_seq == 3
 
     asyncio.run(main())
 
