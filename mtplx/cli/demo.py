@@ -199,7 +199,7 @@ def _report(console: Console, producers: list[Producer], health: dict[str, Any],
 
 def _table(producers: list[Producer]) -> Table:
     table = Table(box=None)
-    titles = ("JOB", "ADMITTED AS", "QUEUE WAIT", "PREFILL", "FIRST TOKEN", "TOKENS/S", "FINISH", "TRAJECTORY")
+    titles = ("JOB", "ADMITTED AS", "QUEUE WAIT", "PREFILL", "FIRST TOKEN", "TOKENS/S", "FINISH", "HASH")
     for title in titles:
         table.add_column(title)
     for one in producers:

@@ -29,8 +29,8 @@ MAX_BACKOFF_S: Final = 30.0
 # A worker that ends with one of these would end so again.
 FINAL_CODES: Final = (Exit.SETTINGS, Exit.MODEL_FILES, Exit.LOCKED, Exit.WORKER_REFUSED)
 
-BROKER: Final = (sys.executable, "-P", "-m", "broker")
-# The worker leaves when its stdin ends: a killed `serve` leaves no orphan on the device.
+# Both leave when their stdin ends: a killed `serve` leaves nobody on the endpoints or the device.
+BROKER: Final = (sys.executable, "-P", "-m", "broker", "--exit-with-stdin")
 WORKER: Final = (sys.executable, "-P", "-m", "worker", "--exit-with-stdin")
 
 Child = subprocess.Popen[bytes]
@@ -87,8 +87,9 @@ class Service:
         _end(self._broker, self.settings.drain_s + BROKER_GRACE_S, self._hurry)
         if self._worker is not None:
             _end(self._worker, WORKER_GRACE_S, self._hurry)
-            if self._worker.stdin is not None:
-                self._worker.stdin.close()
+        for child in (self._broker, self._worker):
+            if child is not None and child.stdin is not None:
+                child.stdin.close()
 
     def hurry(self) -> None:
         """End a running `stop` early; safe in a signal handler."""
@@ -104,9 +105,11 @@ class Service:
 
     def _spawn(self, name: str) -> Child:
         # Each leads its own group: the terminal's Ctrl-C is for us, who stop them in order.
-        stdin = subprocess.PIPE if name == "worker" else subprocess.DEVNULL
         return subprocess.Popen(
-            self._commands[name], env=self.settings.environment(), stdin=stdin, start_new_session=True
+            self._commands[name],
+            env=self.settings.environment(),
+            stdin=subprocess.PIPE,
+            start_new_session=True,
         )
 
     def _watch_worker(self) -> None:

@@ -471,3 +471,10 @@ def test_a_job_admitted_after_it_was_given_up_is_cancelled(client: Client, broke
     client.timeout = 10
     while len(broker.of(Cancel)) < 2:
         client.health()
+
+
+def test_a_code_of_a_newer_broker_keeps_that_brokers_word_on_retrying() -> None:
+    """A program that branches on `retryable` must not depend on the codes its own version knows."""
+    told = error_of(Error(code="E_TOMORROW", message="Come back.", retryable=True))
+
+    assert (told.code, told.retryable) == ("E_TOMORROW", True)
