@@ -25,6 +25,7 @@ from mtplx import (
     SettingsError,
 )
 from mtplx.messages import Bye, Cancel, Chunk, Error, GiveCredit, Hello, Progress, Resume, Submit
+from mtplx.stream import error_of
 from mtplx.wire import unpack_body
 
 TEXT = "".join(WORDS)
