@@ -10,18 +10,18 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import click
-from mtplx.cli.options import load_settings, settings_options
 
 from broker.back import Identity
 from broker.loop import Loop, Tracer, now
 from broker.machine import Machine
+from mtplx.cli.options import load_settings, settings_options
 from mtplx.errors import Exit, MtplxError, SettingsError
 from mtplx.settings import Settings
 
 log = logging.getLogger("mtplx.broker")
 
 
-def serve(settings: Settings) -> None:
+def serve(settings: Settings, *, watch_stdin: bool = False) -> None:
     """Run the broker until SIGTERM or SIGINT has drained it.
 
     Raises:
@@ -34,7 +34,7 @@ def serve(settings: Settings) -> None:
     identity = Identity(secrets.token_bytes(16), _version(), os.getpid(), now())
     tracer = _tracer(settings, identity)
     machine = Machine(settings, identity, lambda: secrets.randbits(64), keep_moments=tracer is not None)
-    loop = Loop(settings, machine, tracer)
+    loop = Loop(settings, machine, tracer, watch_stdin=watch_stdin)
     try:
         loop.bind()
         loop.run()
@@ -65,13 +65,14 @@ def _version() -> str:
 
 
 @click.command()
+@click.option("--exit-with-stdin", is_flag=True, hidden=True, help="Stop when stdin ends.")
 @settings_options
-def main(**flags: Any) -> None:
+def main(exit_with_stdin: bool, **flags: Any) -> None:
     """The mtplx broker: one line, one slot, one worker."""
     try:
         settings = load_settings(flags)
         logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(name)s %(message)s")
-        serve(settings)
+        serve(settings, watch_stdin=exit_with_stdin)
     except MtplxError as error:
         click.echo(f"mtplx-broker: {error}", err=True)
         sys.exit(error.exit_code)

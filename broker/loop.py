@@ -24,6 +24,7 @@ from broker.record import Now
 from mtplx import messages as m
 from mtplx.errors import ProtocolError
 from mtplx.settings import Settings
+from mtplx.stdin import STDIN, stdin_ended
 from mtplx.wire import decode, encode, speaks_mtx
 
 log = logging.getLogger("mtplx.broker")
@@ -55,8 +56,11 @@ def now() -> Now:
 class Loop:
     """Runs a machine on two ROUTER sockets until it is told to stop and has drained."""
 
-    def __init__(self, settings: Settings, machine: Machine, tracer: Tracer | None) -> None:
+    def __init__(
+        self, settings: Settings, machine: Machine, tracer: Tracer | None, *, watch_stdin: bool = False
+    ) -> None:
         self._settings = settings
+        self._watch_stdin = watch_stdin
         self._machine = machine
         self._tracer = tracer
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -82,11 +86,16 @@ class Loop:
         """Serve until SIGTERM or SIGINT, then drain; a second signal ends the drain."""
         self._watch_signals()
         poller = zmq.Poller()
+        if self._watch_stdin:
+            poller.register(STDIN, zmq.POLLIN)
         for socket in (self._front, self._back, self._monitor):
             poller.register(socket, zmq.POLLIN)
         poller.register(self._wake_reader.fileno(), zmq.POLLIN)
         while not self._finished():
-            poller.poll(self._timeout_ms())
+            ready = dict(poller.poll(self._timeout_ms()))
+            if STDIN in ready and stdin_ended():
+                poller.unregister(STDIN)
+                os.kill(os.getpid(), signal.SIGTERM)
             self._turn()
         log.info("drained")
 

@@ -139,7 +139,7 @@ class Welcome(Message):
     version: Annotated[int, UINT, "The major version spoken from here on."]
     boot_id: Annotated[bytes, ID, "Drawn at each start of the broker."]
     beat_ms: Annotated[int, UINT, "A producer with open jobs hears from the broker at least this often."]
-    limits: Annotated[dict[str, Any], Wire.MAP, "Integers; see the section on limits."]
+    limits: Annotated[dict[str, Any], Wire.MAP, "Integers; see Limits."]
     server: Annotated[str, STR, "Name and version of the broker, for people."] = ""
     caps: Annotated[tuple[str, ...], Wire.STRS, "Capabilities the broker offers; none are defined yet."] = ()
 
@@ -193,10 +193,10 @@ class Done(Message):
     outcome: Annotated[str, STR, "`stop`, `length` or `cancelled`."]
     text: Annotated[str, STR, BODY, "The whole answer; equal to the chunks' texts put together."]
     usage: Annotated[dict[str, Any], Wire.MAP, BODY, "`prompt_tokens`, `cached_tokens`, `completion_tokens`."]
-    timings: Annotated[dict[str, Any], Wire.MAP, BODY, "Seconds; see the section on DONE."]
+    timings: Annotated[dict[str, Any], Wire.MAP, BODY, "Seconds; see What DONE tells."]
     seed: Annotated[int, UINT, BODY, "The seed used."]
     sha256: Annotated[str, STR, BODY, "Hex SHA-256 of the token ids as little-endian uint32."]
-    run: Annotated[dict[str, Any], Wire.MAP, BODY, "How it ran; see the section on DONE."]
+    run: Annotated[dict[str, Any], Wire.MAP, BODY, "How it ran; see What DONE tells."]
 
 
 @dataclass(frozen=True, slots=True)

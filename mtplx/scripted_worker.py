@@ -16,25 +16,10 @@ from typing import Any, Final, NamedTuple, Self
 
 import zmq
 
+from mtplx import messages as m
 from mtplx import wire
 from mtplx.errors import Exit
 from mtplx.job import Job
-from mtplx.messages import (
-    TO_WORKER,
-    Accepted,
-    CancelRun,
-    Error,
-    Fail,
-    Message,
-    Quiet,
-    Ready,
-    Run,
-    WorkerBeat,
-    WorkerBye,
-)
-from mtplx.messages import (
-    Final as FinalWord,
-)
 from mtplx.script import Fault, Script, answer_of, chunk_of, chunks, encoded, prompt_words, trajectory_sha256
 
 # How long a waiting worker may take to see that it was told to stop.
@@ -85,7 +70,7 @@ class ScriptedWorker:
     def __init__(
         self,
         back: str,
-        script: Script | Callable[[Run, Job], Script] | None = None,
+        script: Script | Callable[[m.Run, Job], Script] | None = None,
         *,
         persona: Persona = Persona(),
         log_file: Path | None = None,
@@ -95,7 +80,7 @@ class ScriptedWorker:
         self.persona = persona
         self.worker_id = secrets.token_bytes(16)
         self.log: list[Event] = []
-        self.refused: Error | None = None
+        self.refused: m.Error | None = None
         self._script = script or Script()
         self._own_process = own_process
         self._log_file = log_file.open("a") if log_file else None
@@ -161,7 +146,7 @@ class ScriptedWorker:
             self._stop.set()
             if self._farewell and self.refused is None:
                 self._note("bye")
-                self._try_send(self._socket, WorkerBye(self.worker_id))
+                self._try_send(self._socket, m.WorkerBye(self.worker_id))
             self._socket.close(linger=500 if self._farewell else 0)
             beats.join()
             self._context.term()
@@ -186,7 +171,7 @@ class ScriptedWorker:
         socket.connect(self.back)
         return socket
 
-    def _note(self, event: str, run: Run | None = None, tokens: int = 0) -> None:
+    def _note(self, event: str, run: m.Run | None = None, tokens: int = 0) -> None:
         job, lease = (run.id.hex(), run.lease) if run else ("", 0)
         with self._grew:
             self.log.append(Event(event, job, lease, time.monotonic(), tokens))
@@ -199,7 +184,7 @@ class ScriptedWorker:
         self._unknown.clear()
         who = self.persona
         self._send(
-            Ready(
+            m.Ready(
                 worker_id=self.worker_id,
                 pid=os.getpid(),
                 mode=who.mode,
@@ -212,26 +197,26 @@ class ScriptedWorker:
         )
         self._note("ready")
 
-    def _obey(self, message: Message) -> None:
+    def _obey(self, message: m.Message) -> None:
         match message:
-            case Run():
+            case m.Run():
                 self._run(message)
-            case Accepted():
+            case m.Accepted():
                 self._beat_s = message.beat_ms / 1000
                 self._note("accepted")
-            case Error(code="E_UNKNOWN_WORKER"):
+            case m.Error(code="E_UNKNOWN_WORKER"):
                 self._unknown.set()
-            case Error():
+            case m.Error():
                 self.refused = message
                 self._note("refused")
                 raise _Dropped
-            case Quiet():
+            case m.Quiet():
                 self._note("quiet")
 
-    def _receive(self) -> Message:
-        return wire.decode(self._socket.recv_multipart(), TO_WORKER)
+    def _receive(self) -> m.Message:
+        return wire.decode(self._socket.recv_multipart(), m.TO_WORKER)
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: m.Message) -> None:
         self._send_frames(wire.encode(message))
 
     def _send_frames(self, frames: list[bytes]) -> None:
@@ -251,7 +236,7 @@ class ScriptedWorker:
         send(frames[-1])
 
     @staticmethod
-    def _try_send(socket: zmq.Socket[bytes], message: Message) -> None:
+    def _try_send(socket: zmq.Socket[bytes], message: m.Message) -> None:
         with contextlib.suppress(zmq.Again):  # nobody is there to hear it
             socket.send_multipart(wire.encode(message), zmq.NOBLOCK)
 
@@ -262,16 +247,16 @@ class ScriptedWorker:
                 if self._mute.is_set():
                     continue
                 phase, lease, done, total = self._now
-                self._try_send(socket, WorkerBeat(self.worker_id, self._progress, lease, phase, done, total))
+                self._try_send(socket, m.WorkerBeat(self.worker_id, self._progress, lease, phase, done, total))
                 while socket.poll(0):
-                    answer = wire.decode(socket.recv_multipart(), TO_WORKER)
-                    if isinstance(answer, Error) and answer.code == "E_UNKNOWN_WORKER":
+                    answer = wire.decode(socket.recv_multipart(), m.TO_WORKER)
+                    if isinstance(answer, m.Error) and answer.code == "E_UNKNOWN_WORKER":
                         self._note("unknown")
                         self._unknown.set()
 
     # --- one job
 
-    def _run(self, run: Run) -> None:
+    def _run(self, run: m.Run) -> None:
         self._note("run", run)
         job = Job.parse(wire.unpack_body(run.job, wire.MAX_FRAME_BYTES))
         script = self._script(run, job) if callable(self._script) else self._script
@@ -282,7 +267,7 @@ class ScriptedWorker:
         finally:
             self._now = ("idle", None, 0, 0)
 
-    def _attempt(self, run: Run, job: Job, script: Script) -> None:
+    def _attempt(self, run: m.Run, job: Job, script: Script) -> None:
         answer = encoded(*answer_of(job, script, self.persona.vocabulary), script.per_chunk, job.logprobs)
         begun, prompt = time.monotonic(), len(prompt_words(job))
         pending = script.fault is not Fault.NONE
@@ -317,7 +302,7 @@ class ScriptedWorker:
         self._send(_final(run, job, answer.ids[:sent], reason, spent))
         self._note("final", run, sent)
 
-    def _prefill(self, run: Run, script: Script, prompt: int) -> bool:
+    def _prefill(self, run: m.Run, script: Script, prompt: int) -> bool:
         """Read the prompt step by step; True where a cancel came."""
         due = time.monotonic()
         for step in range(script.prefill_steps):
@@ -329,7 +314,7 @@ class ScriptedWorker:
         self._now = ("prefill", run.lease, prompt, prompt)
         return self._cancelled_by(0.0, run)
 
-    def _cancelled_by(self, due: float, run: Run) -> bool:
+    def _cancelled_by(self, due: float, run: m.Run) -> bool:
         """Wait until *due* while listening; True as soon as a cancel of this lease is read."""
         while True:
             left = due - time.monotonic()
@@ -340,17 +325,17 @@ class ScriptedWorker:
                 time.sleep(left)
             while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
                 message = self._receive()
-                if isinstance(message, CancelRun) and message.lease == run.lease:
+                if isinstance(message, m.CancelRun) and message.lease == run.lease:
                     self._note("cancel", run)
                     return True
-                if isinstance(message, Run):
+                if isinstance(message, m.Run):
                     self._note("overlap", message)
-                elif not isinstance(message, CancelRun):
+                elif not isinstance(message, m.CancelRun):
                     self._obey(message)
             if due - time.monotonic() <= 0:
                 return False
 
-    def _fault(self, run: Run, script: Script, tokens: int) -> bool:
+    def _fault(self, run: m.Run, script: Script, tokens: int) -> bool:
         """Do the script's fault; True where the attempt ends with it."""
         self._note("fault", run, tokens)
         match script.fault:
@@ -364,7 +349,7 @@ class ScriptedWorker:
                 os._exit(Exit.FAILED)
             case Fault.FAIL:
                 self._send(
-                    Fail(run.id, run.attempt, run.lease, script.fail_code, "The script asked for this failure.")
+                    m.Fail(run.id, run.attempt, run.lease, script.fail_code, "The script asked for this failure.")
                 )
                 self._note("fail", run, tokens)
                 return True
@@ -380,8 +365,8 @@ class ScriptedWorker:
         return False
 
 
-def _final(run: Run, job: Job, ids: tuple[int, ...], reason: str, spent: tuple[float, float]) -> FinalWord:
-    return FinalWord(
+def _final(run: m.Run, job: Job, ids: tuple[int, ...], reason: str, spent: tuple[float, float]) -> m.Final:
+    return m.Final(
         id=run.id,
         attempt=run.attempt,
         lease=run.lease,

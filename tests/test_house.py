@@ -1,6 +1,7 @@
 """The rules of the house, held by tests: import directions, sizes, who catches everything."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -81,13 +82,14 @@ def test_only_the_loops_and_the_entry_points_catch_everything(path: Path) -> Non
     if name_of(path) in CATCH_ALL_FILES:
         return
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ExceptHandler):
+        # A handler that ends in a bare raise tidies up and swallows nothing.
+        if isinstance(node, ast.ExceptHandler) and ast.dump(node.body[-1]) != "Raise()":
             assert node.type is not None
             assert getattr(node.type, "id", "") not in ("Exception", "BaseException"), f"line {node.lineno}"
 
 
 def test_only_the_settings_read_the_environment() -> None:
-    readers = {name_of(path) for path in SOURCES if "environ" in path.read_text() and "bench" not in path.parts}
+    readers = {name_of(path) for path in SOURCES if re.search(r"os\.environ|getenv", path.read_text())}
     assert readers == {"mtplx/settings.py"}
 
 

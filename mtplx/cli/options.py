@@ -5,29 +5,43 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
 
 from mtplx.settings import Settings, flag
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+# All that a producer needs to find its broker.
+CONNECTION: Final = ("front", "run_dir")
 
 
 def settings_options(command: Command) -> Command:
     """Add one option for each setting, and `--config`. Only what was given reaches the command."""
-    for item in reversed(fields(Settings)):
-        option = click.option(flag(item.name), item.name, metavar="VALUE", help=item.metadata["help"])
-        command = option(command)
-    config = click.option("--config", type=click.Path(path_type=Path), help="Settings file (TOML).")
-    return config(command)
+    return _options(command, tuple(item.name for item in fields(Settings)))
 
 
-def load_settings(options: Mapping[str, Any]) -> Settings:
-    """The settings in force, from the options of a command that has `settings_options`.
+def connection_options(command: Command) -> Command:
+    """Add the options of a command that only talks to a broker."""
+    return _options(command, CONNECTION)
+
+
+def load_settings(options: Mapping[str, Any], outer: Mapping[str, Any] | None = None) -> Settings:
+    """The settings in force, from the options of a command; *outer* are those before the subcommand.
 
     Raises:
         SettingsError: naming the flag, variable or key, and what is allowed.
     """
-    given = {name: value for name, value in options.items() if value is not None and name != "config"}
-    return Settings.load(given, config=options.get("config"))
+    asked = {name: value for name, value in (outer or {}).items() if value is not None}
+    asked.update({name: value for name, value in options.items() if value is not None})
+    config = asked.pop("config", None)
+    return Settings.load(asked, config=config)
+
+
+def _options(command: Command, names: tuple[str, ...]) -> Command:
+    for item in reversed(fields(Settings)):
+        if item.name in names:
+            option = click.option(flag(item.name), item.name, metavar="VALUE", help=item.metadata["help"])
+            command = option(command)
+    config = click.option("--config", type=click.Path(path_type=Path), help="Settings file (TOML).")
+    return config(command)

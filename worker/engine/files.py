@@ -84,7 +84,8 @@ def check_model_files(path: Path) -> None:
     """
     if not path.is_dir():
         raise ModelFilesError(f"{path} is not a directory.")
-    unfinished = sorted(path.rglob("*.incomplete"))
+    # Beside the files, or where a download into a local directory keeps its parts.
+    unfinished = sorted([*path.glob("*.incomplete"), *(path / ".cache").rglob("*.incomplete")])
     if unfinished:
         raise ModelFilesError(f"{unfinished[0]} is an unfinished download; fetch the model again.")
     config = _read_json(path / "config.json")

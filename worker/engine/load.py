@@ -60,12 +60,12 @@ def load(path: Path) -> LoadedModel:
         if mx.default_device().type == mx.DeviceType.cpu:
             model.set_dtype(mx.float32)
         mx.eval(model.parameters())
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
+        # The graph knows shape and type of the logits; nothing is computed here.
+        logits = model(mx.array([[0]]))
+    except (ValueError, LookupError, TypeError, AttributeError, ImportError, OSError, RuntimeError) as error:
         raise ModelFilesError(f"mlx-lm cannot load {path}: {type(error).__name__}: {error}") from error
     # One process owns the device, so the memory that MLX may wire down is set once.
     maybe_set_recommended_wired_limit()
-    # The graph knows the shape of the logits; nothing is computed here.
-    logits = model(mx.array([[0]]))
     width = logits.shape[-1]
     return LoadedModel(
         model=model,

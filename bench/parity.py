@@ -1,0 +1,131 @@
+"""Tokens per second through client, broker and worker, against mlx-lm's stream_generate in this process.
+
+Both answer the same prompts of SmolLM2 in turns, at temperature 0 and at 0.8 with the keyed sampler handed to
+stream_generate; the ids must be equal. Times run from the prompt's ids to the last token.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+import mlx.core as mx
+from mlx_lm import stream_generate
+from report import Figure, write
+
+import mtplx
+from worker.engine.load import LoadedModel, load, resolve_model
+from worker.engine.sample import KeyedSampler, Sampling
+
+PROMPTS = (
+    "Explain why the sky is blue in three sentences.",
+    "Write a short story about a lighthouse keeper who finds a letter.",
+    "List ten uses of a paper clip, one line each.",
+    "What is the difference between a list and a tuple in Python?",
+)
+SEED = 7
+START_LIMIT_S = 120.0
+
+
+@contextmanager
+def service(settings: mtplx.Settings) -> Iterator[mtplx.Client]:
+    """A broker and a worker of this checkout, and a client to them; all ended on the way out."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", name, "--exit-with-stdin"], env=settings.environment(), stdin=subprocess.PIPE
+        )
+        for name in ("broker", "worker")
+    ]
+    try:
+        with mtplx.Client(settings=settings, timeout=START_LIMIT_S) as client:
+            ends = time.monotonic() + START_LIMIT_S
+            while client.health()["worker"]["state"] != "ready" and time.monotonic() < ends:
+                time.sleep(0.1)
+            yield client
+    finally:
+        for process in started:
+            process.terminate()
+            process.wait()
+
+
+def direct(
+    loaded: LoadedModel, ids: list[int], tokens: int, temperature: float, chunk: int
+) -> tuple[float, list[int]]:
+    """Seconds and ids of one answer by mlx-lm alone."""
+    sampler = KeyedSampler(Sampling(seed=SEED, temperature=temperature), start=len(ids)) if temperature else None
+    began = time.perf_counter()
+    drawn = [
+        one.token
+        for one in stream_generate(
+            loaded.model, loaded.tokenizer, ids, max_tokens=tokens, sampler=sampler, prefill_step_size=chunk
+        )
+    ]
+    return time.perf_counter() - began, drawn
+
+
+def served(client: mtplx.Client, ids: list[int], tokens: int, temperature: float) -> tuple[float, list[int]]:
+    """Seconds and ids of one answer through the whole service."""
+    began = time.perf_counter()
+    result = client.run(token_ids=ids, max_tokens=tokens, temperature=temperature, seed=SEED)
+    return time.perf_counter() - began, list(result.ids)
+
+
+def compare(
+    client: mtplx.Client, loaded: LoadedModel, settings: mtplx.Settings, tokens: int, rounds: int
+) -> list[Figure]:
+    """The figures of both temperatures, in turns that change who goes first."""
+    figures = []
+    prompts = [
+        loaded.tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+        for text in PROMPTS
+    ]
+    for temperature in (0.0, 0.8):
+        ours, theirs, equal = [], [], 0
+        for turn in range(rounds * len(prompts)):
+            ids = prompts[turn % len(prompts)]
+            if turn % 2:
+                seconds, drawn = direct(loaded, ids, tokens, temperature, settings.prefill_chunk)
+                through, answer = served(client, ids, tokens, temperature)
+            else:
+                through, answer = served(client, ids, tokens, temperature)
+                seconds, drawn = direct(loaded, ids, tokens, temperature, settings.prefill_chunk)
+            ours.append(len(answer) / through)
+            theirs.append(len(drawn) / seconds)
+            equal += answer == drawn
+        ratio = statistics.median(ours) / statistics.median(theirs)
+        name = f"temperature {temperature:g}"
+        figures += [
+            Figure(f"{name}: served / direct", ratio, "ratio of medians", 0.97, "higher"),
+            Figure(f"{name}: served", statistics.median(ours), "tokens/s", None, "higher"),
+            Figure(f"{name}: direct", statistics.median(theirs), "tokens/s", None, "higher"),
+            Figure(f"{name}: answers with equal ids", equal / len(ours), "share", 1.0, "higher"),
+        ]
+    return figures
+
+
+@click.command()
+@click.option("--tokens", default=128, show_default=True, help="Tokens an answer.")
+@click.option("--rounds", default=4, show_default=True, help="Times each prompt is answered by both.")
+def main(tokens: int, rounds: int) -> None:
+    """Measure and write bench/results/parity.json."""
+    with tempfile.TemporaryDirectory(prefix="mtplx-") as folder:
+        settings = mtplx.Settings.load({"run_dir": Path(folder)})
+        loaded = load(resolve_model(settings.model, settings.cache_dir))
+        with service(settings) as client:
+            compare(client, loaded, settings, 8, 1)
+            figures = compare(client, loaded, settings, tokens, rounds)
+    write("parity", figures)
+    mx.clear_cache()
+
+
+if __name__ == "__main__":
+    os.chdir(Path(__file__).resolve().parents[1])
+    main()

@@ -1,0 +1,255 @@
+"""The client for asyncio programs: `async with AsyncClient() as client: await client.run("Hello")`.
+
+The event loop watches the socket's descriptors; all rules are in `session.py` and `stream.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import warnings
+import weakref
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+from mtplx.client import CLIENT_NAME, DEFAULT_TIMEOUT_S, StreamView, endpoint_of, late, result_of
+from mtplx.errors import BrokerUnreachableError
+from mtplx.job import Job
+from mtplx.link import Link
+from mtplx.session import Patience, Session, Ticket
+from mtplx.settings import Settings
+from mtplx.stream import Piece, Result, StreamState, SubmitOptions, job_of
+
+
+class AsyncStream(StreamView):
+    """One job's answer as it comes: `async for piece in stream`, or `await stream.result()`."""
+
+    def __init__(self, client: AsyncClient, state: StreamState) -> None:
+        super().__init__(state)
+        self._client = client
+
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        return self
+
+    async def __anext__(self) -> Piece:
+        piece = await self._client._next(self._state, None)  # noqa: SLF001 - a stream is a handle of its client
+        if piece is None:
+            raise StopAsyncIteration
+        return piece
+
+    async def result(self, timeout: float | None = None) -> Result:  # noqa: ASYNC109 - as `Stream.result`
+        """Wait for the last word; as `Stream.result`, with the same errors."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while await self._client._next(self._state, deadline) is not None:  # noqa: SLF001 - as above
+            pass
+        return result_of(self._state)
+
+    def cancel(self) -> None:
+        """Ask for the job's end; its last word still comes."""
+        self._client._cancel(self._state)  # noqa: SLF001 - as above
+
+
+class AsyncClient:
+    """A connection to the broker for one event loop; arguments and errors as those of `Client`.
+
+    It connects on `async with`, `connect()` or the first request.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        *,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        idle_timeout: float | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        self._link: Link | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.timeout = timeout
+        self.idle_timeout = idle_timeout
+        self.endpoint = endpoint_of(endpoint, settings)
+        self._session = Session(self.endpoint, client=CLIENT_NAME)
+        self._changed = asyncio.Event()
+
+    async def connect(self) -> None:
+        """Reach the broker and agree on the protocol; further calls only wait for the same.
+
+        Raises:
+            BrokerUnreachableError: no broker answered in time; the message says what was found instead.
+            ProtocolError: something else answered.
+        """
+        if self._link is None:
+            self._link = Link(self._session)
+            self._loop = asyncio.get_running_loop()
+            # The loop must not keep a dropped client alive.
+            turn = weakref.WeakMethod(self._turn)
+            for descriptor in self._link.fds:
+                self._loop.add_reader(descriptor, _call, turn)
+        self._turn()
+        try:
+            await self._wait(lambda: self._session.welcome is not None, "No broker answers")
+        finally:
+            if self._session.welcome is None:
+                self._close(goodbye=False)
+
+    async def submit(
+        self,
+        job: Job | Mapping[str, Any] | str | None = None,
+        *,
+        deadline_s: float | None = None,
+        queue_ttl_s: float | None = None,
+        finish: bool = False,
+        credit: int | None = None,
+        headers: Mapping[str, str] | None = None,
+        **fields: Any,
+    ) -> AsyncStream:
+        """Submit a job and wait until it is admitted; arguments and errors as for `Client.submit`."""
+        wanted = job_of(job, fields)
+        options = SubmitOptions(
+            deadline_s=deadline_s, queue_ttl_s=queue_ttl_s, finish=finish, credit=credit, headers=headers
+        )
+        await self._open()
+        state = self._session.submit(wanted, options)
+        self._turn()
+        try:
+            await self._wait(
+                lambda: state.admitted is not None or state.ended, "The broker does not admit the job"
+            )
+        finally:
+            if state.admitted is None:
+                self._session.give_up(state, BrokerUnreachableError("The job was withdrawn before its admission."))
+                self._turn()
+        if state.admitted is None and state.error is not None:
+            raise state.error
+        return AsyncStream(self, state)
+
+    async def run(self, job: Job | Mapping[str, Any] | str | None = None, **arguments: Any) -> Result:
+        """Submit a job and wait for its result; arguments as for `submit`. Cancelled, it cancels the job."""
+        stream = await self.submit(job, **arguments)
+        try:
+            return await stream.result()
+        except asyncio.CancelledError:
+            stream.cancel()
+            raise
+
+    async def cancel(self, job_id: bytes) -> dict[str, Any]:
+        """Cancel any job of this broker by its id; returns the job's state afterwards."""
+        await self._open()
+        self._session.cancel(job_id)
+        return await self._answer(self._session.ask(job_id))
+
+    async def status(self, job_id: bytes | None = None, *, jobs: bool = False) -> dict[str, Any]:
+        """As `Client.status`."""
+        await self._open()
+        return await self._answer(self._session.ask(job_id, jobs=jobs))
+
+    async def health(self) -> dict[str, Any]:
+        """The broker's health: scheduler, worker, line, broker, counters."""
+        return await self.status()
+
+    async def close(self) -> None:
+        """Say goodbye; the broker cancels this client's open jobs, those with `finish` go on."""
+        self._close(goodbye=True)
+
+    async def __aenter__(self) -> Self:
+        await self.connect()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __del__(self) -> None:
+        if self._link is not None and not self._link.closed:
+            # There is no caller to blame: the collector runs this.
+            warnings.warn(f"AsyncClient of {self.endpoint} was dropped unclosed.", ResourceWarning, stacklevel=1)
+            self._close(goodbye=False)
+
+    async def _open(self) -> None:
+        if self._link is None:
+            await self.connect()
+        if self._session.failure is not None:
+            raise self._session.failure
+
+    def _close(self, *, goodbye: bool) -> None:
+        if self._link is None or self._link.closed:
+            return
+        if self._loop is not None and not self._loop.is_closed():
+            for descriptor in self._link.fds:
+                self._loop.remove_reader(descriptor)
+        self._session.fail(BrokerUnreachableError("This client is closed."))
+        self._link.close(goodbye=goodbye)
+        self._changed.set()
+
+    def _turn(self) -> None:
+        """Move everything that can move. Descriptors fire once for many messages, so ask to be called again."""
+        if self._link is not None and self._loop is not None and self._link.turn():
+            self._loop.call_soon(self._turn)
+            self._changed.set()
+
+    def _cancel(self, state: StreamState) -> None:
+        if not state.ended and self._session.failure is None:
+            self._session.cancel(state.id)
+            self._turn()
+
+    async def _answer(self, ticket: Ticket) -> dict[str, Any]:
+        self._turn()
+        await self._wait(lambda: ticket.settled, "The broker does not answer STATUS")
+        if ticket.error is not None:
+            raise ticket.error
+        return ticket.answer or {}
+
+    async def _next(self, state: StreamState, deadline: float | None) -> Piece | None:
+        limit = None if deadline is None else max(0.0, deadline - time.monotonic())
+        idle = self.idle_timeout if self.idle_timeout is not None else self._session.idle_limit()
+        await self._wait(lambda: bool(state.pieces) or state.ended, None, limit=limit, idle=idle)
+        if state.pieces:
+            piece = self._session.read(state)
+            if self._session.outbox:
+                self._turn()
+            return piece
+        if state.error is not None:
+            raise state.error
+        return None
+
+    async def _wait(
+        self,
+        ready: Callable[[], bool],
+        what: str | None,
+        *,
+        limit: float | None = None,
+        idle: float | None = None,
+    ) -> None:
+        """Wait until *ready*; *what* names a request, which has the client's time limit."""
+        patience = Patience(
+            session=self._session,
+            began=time.monotonic(),
+            limit=self.timeout if what else limit,
+            idle=None if what else idle,
+            missing=(lambda: self._unreachable(what)) if what else late,
+            lost=lambda idle_s: self._unreachable(f"No word for {idle_s:g} s from the broker"),
+        )
+        while not ready():
+            if self._session.failure is not None:
+                raise self._session.failure
+            # Each wait has an event of its own generation: whoever sets it wakes all who wait now.
+            if self._changed.is_set():
+                self._changed = asyncio.Event()
+            left = patience.left(time.monotonic())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._changed.wait()
+
+    def _unreachable(self, what: str) -> BrokerUnreachableError:
+        if self._link is None:
+            return BrokerUnreachableError(f"{what} at {self.endpoint}: this client is not connected.")
+        return self._link.unreachable(what)
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    bound = method()
+    if bound is not None:
+        bound()

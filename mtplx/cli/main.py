@@ -1,0 +1,57 @@
+"""`mtplx`: the command line. Settings may stand before the subcommand or after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+import mtplx
+from mtplx.cli.batch import batch
+from mtplx.cli.demo import demo
+from mtplx.cli.ops import cancel, health, jobs
+from mtplx.cli.options import settings_options
+from mtplx.cli.pull import pull
+from mtplx.cli.run import INTERRUPTED, run
+from mtplx.cli.serve import serve
+from mtplx.errors import MtplxError
+
+
+class Commands(click.Group):
+    """Tells an expected error in one sentence, with its exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except MtplxError as error:
+            click.echo(f"mtplx: {error}", err=True)
+            ctx.exit(int(error.exit_code))
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(INTERRUPTED)
+
+
+@click.group(cls=Commands, invoke_without_command=True)
+@settings_options
+@click.version_option(mtplx.__version__)
+@click.pass_context
+def main(context: click.Context, /, **flags: Any) -> None:
+    """A local LLM service: one device, one line, the whole device for one request.
+
+    Settings without a command mean `mtplx serve`.
+    """
+    context.obj = {name: value for name, value in flags.items() if value is not None}
+    if context.invoked_subcommand is None:
+        if context.obj:
+            context.invoke(serve)
+        else:
+            click.echo(context.get_help())
+
+
+for command in (serve, run, batch, health, jobs, cancel, pull, demo):
+    main.add_command(command)
+
+
+if __name__ == "__main__":
+    main()

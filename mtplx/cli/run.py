@@ -1,0 +1,107 @@
+"""`mtplx run PROMPT`: one job, streamed to the terminal. The job options are shared with nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Final
+
+import click
+
+from mtplx.cli.options import CONNECTION, connection_options, load_settings
+from mtplx.client import Client, Stream
+from mtplx.stream import Result
+
+INTERRUPTED: Final = 130
+# After Ctrl-C the last word must come soon: a step or a prefill chunk away.
+LAST_WORD_S: Final = 30.0
+
+_JOB_OPTIONS: Final[tuple[Callable[[Any], Any], ...]] = (
+    click.option("--max-tokens", type=int, help="Longest answer, in tokens (1024)."),
+    click.option("--temperature", type=float, help="0 is greedy (the default)."),
+    click.option("--top-p", type=float, help="Nucleus: keep this much probability (1 = off)."),
+    click.option("--top-k", type=int, help="Keep this many tokens (0 = off)."),
+    click.option("--min-p", type=float, help="Keep tokens of at least this share of the best one (0 = off)."),
+    click.option("--seed", type=int, help="Same seed, same text; drawn by the broker when missing."),
+    click.option("--stop", multiple=True, help="End before this text; may be given several times."),
+)
+
+
+def job_options(command: Any) -> Any:
+    """Add the options that become job fields."""
+    for option in reversed(_JOB_OPTIONS):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.argument("prompt")
+@click.option("--system", help="System message before the prompt.")
+@click.option("--raw", is_flag=True, help="Send the prompt as it is, without the model's chat template.")
+@click.option("--json", "as_json", is_flag=True, help="Print the whole last word as one JSON object.")
+@click.option("--stats", is_flag=True, help="Print times and speed on stderr.")
+@job_options
+@connection_options
+@click.pass_context
+def run(context: click.Context, /, prompt: str, as_json: bool, stats: bool, **given: Any) -> None:
+    """Run one PROMPT (`-` reads it from stdin) and stream the answer."""
+    connection = {name: given.pop(name) for name in ("config", *CONNECTION)}
+    settings = load_settings(connection, context.obj)
+    if prompt == "-":
+        prompt = click.get_text_stream("stdin").read()
+    fields = job_fields(prompt, **given)
+    with Client(settings=settings) as client:
+        stream = client.submit(**fields)
+        result, code = _follow(stream, show=not as_json)
+    if as_json:
+        click.echo(json.dumps(result.to_map(), ensure_ascii=False))
+    if stats:
+        click.echo(summary(result), err=True)
+    context.exit(code)
+
+
+def job_fields(prompt: str, *, system: str | None, raw: bool, **given: Any) -> dict[str, Any]:
+    """The job of the command line; only what was given travels."""
+    if raw and system is not None:
+        raise click.UsageError("--system needs the chat template; leave out --raw.")
+    fields = {name: value for name, value in given.items() if value not in (None, ())}
+    if raw:
+        return {"prompt": prompt, **fields}
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return {"messages": [*messages, {"role": "user", "content": prompt}], **fields}
+
+
+def summary(result: Result) -> str:
+    """One line on how a job went."""
+    timings, tokens = result.timings, len(result.ids)
+    parts = [f"{tokens} tokens", result.finish_reason, f"seed {result.seed}"]
+    for name, label in (("queue_wait_s", "waited"), ("time_to_first_token_s", "first token after")):
+        if timings.get(name) is not None:
+            parts.append(f"{label} {timings[name]:.2f} s")
+    speed = tokens_per_s(result)
+    if speed is not None:
+        parts.append(f"{speed:.1f} tokens/s")
+    return ", ".join([*parts, f"sha256 {result.sha256[:16]}"])
+
+
+def tokens_per_s(result: Result) -> float | None:
+    """Speed of the tokens after the first; None where there are too few to tell."""
+    decode_s = result.timings.get("decode_s")
+    return (len(result.ids) - 1) / decode_s if decode_s and len(result.ids) > 1 else None
+
+
+def _follow(stream: Stream, *, show: bool) -> tuple[Result, int]:
+    code = 0
+    try:
+        for piece in stream:
+            if show:
+                click.echo(piece.text, nl=False)
+    except KeyboardInterrupt:
+        stream.cancel()
+        code = INTERRUPTED
+    result = stream.result(LAST_WORD_S)
+    if show:
+        click.echo()
+    if code:
+        click.echo(f"{result.finish_reason} after {len(result.ids)} tokens", err=True)
+    return result, code

@@ -1,0 +1,222 @@
+"""`mtplx serve`: broker and worker in the foreground; one Ctrl-C stops both, in order."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Final, Self
+
+import click
+
+from mtplx.cli.options import load_settings, settings_options
+from mtplx.client import Client
+from mtplx.errors import BrokerUnreachableError, Exit
+from mtplx.settings import Settings
+
+TURN_S: Final = 0.2
+# Beyond the drain limit, for last words and spans to leave the broker.
+BROKER_GRACE_S: Final = 6.0
+WORKER_GRACE_S: Final = 6.0
+MAX_BACKOFF_S: Final = 30.0
+# A worker that ends with one of these would end so again.
+FINAL_CODES: Final = (Exit.SETTINGS, Exit.MODEL_FILES, Exit.LOCKED, Exit.WORKER_REFUSED)
+
+BROKER: Final = (sys.executable, "-P", "-m", "broker")
+# The worker leaves when its stdin ends: a killed `serve` leaves no orphan on the device.
+WORKER: Final = (sys.executable, "-P", "-m", "worker", "--exit-with-stdin")
+
+Child = subprocess.Popen[bytes]
+
+
+class Service:
+    """Starts broker and worker, looks after them in `turn`, and stops them in order.
+
+    exit_code is set when the service cannot go on; `ready` while the worker can take jobs.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        say: Callable[[str], None],
+        broker: tuple[str, ...] = BROKER,
+        worker: tuple[str, ...] = WORKER,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.exit_code: int | None = None
+        self.ready = False
+        self.health: dict[str, Any] = {}
+        self._say = say
+        self._clock = clock
+        self._commands = {"broker": broker, "worker": worker}
+        self._broker = self._spawn("broker")
+        self._worker: Child | None = self._spawn("worker")
+        self._client: Client | None = None
+        self._backoff_s = 1.0
+        self._restart_at = 0.0
+        self._hurry = threading.Event()
+
+    def turn(self) -> None:
+        """Look at both once; never waits longer than half a second."""
+        code = self._broker.poll()
+        if code is not None:
+            self.ready = False
+            self.exit_code = code if code > 0 else int(Exit.INTERNAL)
+            self._say(f"The broker ended by itself ({_ending(code)}); stopping.")
+            return
+        self._watch_worker()
+        self._ask_health()
+
+    def stop(self) -> None:
+        """Drain the broker, then end the worker; each is killed where it exceeds its limit."""
+        self.ready = False
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        _end(self._broker, self.settings.drain_s + BROKER_GRACE_S, self._hurry)
+        if self._worker is not None:
+            _end(self._worker, WORKER_GRACE_S, self._hurry)
+            if self._worker.stdin is not None:
+                self._worker.stdin.close()
+
+    def hurry(self) -> None:
+        """End a running `stop` early; safe in a signal handler."""
+        self._hurry.set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _spawn(self, name: str) -> Child:
+        # Each leads its own group: the terminal's Ctrl-C is for us, who stop them in order.
+        stdin = subprocess.PIPE if name == "worker" else subprocess.DEVNULL
+        return subprocess.Popen(
+            self._commands[name], env=self.settings.environment(), stdin=stdin, start_new_session=True
+        )
+
+    def _watch_worker(self) -> None:
+        if self._worker is None:
+            if self._clock() >= self._restart_at:
+                self._worker = self._spawn("worker")
+            return
+        code = self._worker.poll()
+        if code is None:
+            return
+        self.ready = False
+        if self._worker.stdin is not None:
+            self._worker.stdin.close()
+        self._worker = None
+        if code in FINAL_CODES:
+            self.exit_code = code
+            self._say(f"The worker cannot run ({_ending(code)}); stopping.")
+            return
+        self._say(f"The worker ended ({_ending(code)}); starting it again in {self._backoff_s:.0f} s.")
+        self._restart_at = self._clock() + self._backoff_s
+        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+
+    def _ask_health(self) -> None:
+        try:
+            if self._client is None:
+                self._client = self._connected()
+            self.health = self._client.health()
+        except BrokerUnreachableError:
+            return
+        self._judge(self.health["worker"])
+
+    def _connected(self) -> Client:
+        client = Client(settings=self.settings, timeout=TURN_S)
+        pid = 0
+        try:
+            pid = client.health()["broker"]["pid"]
+        finally:
+            if pid != self._broker.pid:
+                client.close()
+        if pid != self._broker.pid:
+            # Ours will find the endpoint taken and end with a sentence on that.
+            raise BrokerUnreachableError(f"Another broker (pid {pid}) answers.")
+        client.timeout = 2 * TURN_S
+        self._say(f"The broker takes jobs at {self.settings.endpoint('front')} (pid {pid}).")
+        return client
+
+    def _judge(self, worker: dict[str, Any]) -> None:
+        child = self._worker
+        if child is None:
+            return
+        if worker["state"] == "absent":
+            self.ready = False
+            if worker.get("last_loss") in ("silent", "stalled") and worker.get("lost_pid") == child.pid:
+                self._say(f"The worker is {worker['last_loss']}; it is killed and started again.")
+                child.kill()
+        elif worker.get("pid") == child.pid and not self.ready:
+            self.ready = True
+            self._backoff_s = 1.0
+            self._say(f"The worker is ready with {worker['model']} (pid {child.pid}).")
+
+
+def _ending(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
+
+def _end(child: Child, limit_s: float, hurry: threading.Event) -> None:
+    """Ask by SIGTERM; by a second one when *hurry* is set; kill at the limit."""
+    if child.poll() is None:
+        child.terminate()
+    ends, asked_again = time.monotonic() + limit_s, False
+    while child.poll() is None:
+        if hurry.is_set() and not asked_again:
+            child.terminate()
+            asked_again = True
+        if time.monotonic() >= ends:
+            child.kill()
+        try:
+            child.wait(TURN_S)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def absolute_model(settings: Settings) -> Settings:
+    """*settings* with a local model folder named from the root, wherever the children run."""
+    local = Path(settings.model).expanduser()
+    return replace(settings, model=str(local.absolute())) if local.is_dir() else settings
+
+
+def serve_until_told(settings: Settings, say: Callable[[str], None], **commands: Any) -> int:
+    """Run both programs until a signal or a failure; the exit code."""
+    told = threading.Event()
+    with Service(absolute_model(settings), say=say, **commands) as service:
+
+        def on_signal(_number: int, _frame: FrameType | None) -> None:
+            if told.is_set():
+                service.hurry()
+            told.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, on_signal)
+        while not told.is_set() and service.exit_code is None:
+            service.turn()
+            told.wait(TURN_S)
+        if service.exit_code is None:
+            say("Stopping: the running job may end. Once more to hurry.")
+    return service.exit_code or 0
+
+
+@click.command()
+@settings_options
+@click.pass_context
+def serve(context: click.Context, /, **flags: Any) -> None:
+    """Run the service here, until Ctrl-C: a broker and one worker."""
+    settings = load_settings(flags, context.obj)
+    code = serve_until_told(settings, lambda line: click.echo(line, err=True))
+    context.exit(code)

@@ -1,0 +1,377 @@
+"""The client for programs with threads: `with Client() as client: print(client.run("Hello").text)`.
+
+There is no thread behind it. Whoever waits for something moves the connection on for everybody: one
+waiting thread at a time sits on the file descriptors, the others wait for it to share what came.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Final, Self
+
+from mtplx.errors import BrokerUnreachableError
+from mtplx.job import Job
+from mtplx.link import Link
+from mtplx.messages import Progress
+from mtplx.session import Patience, Session, Ticket
+from mtplx.settings import Settings
+from mtplx.stream import Piece, Result, StreamState, SubmitOptions, job_of
+
+DEFAULT_TIMEOUT_S: Final = 10.0
+CLIENT_NAME: Final = "mtplx-python"
+
+
+def endpoint_of(endpoint: str | None, settings: Settings | None) -> str:
+    """The producers' endpoint: the one given, or that of the settings in force."""
+    if endpoint is not None:
+        return endpoint
+    return (settings or Settings.load()).endpoint("front")
+
+
+def result_of(state: StreamState) -> Result:
+    """The result of an ended stream, or its error raised."""
+    if state.error is not None:
+        raise state.error
+    if state.result is None:
+        raise RuntimeError("The stream has not ended.")
+    return state.result
+
+
+def late() -> Exception:
+    """The error of a wait for a result that took longer than its caller allowed."""
+    return TimeoutError("The job has not ended in the time given; it goes on. Wait again, or cancel it.")
+
+
+class StreamView:
+    """What both kinds of stream tell about their job."""
+
+    def __init__(self, state: StreamState) -> None:
+        self._state = state
+
+    @property
+    def id(self) -> bytes:
+        """The job's id, 16 bytes."""
+        return self._state.id
+
+    @property
+    def seed(self) -> int:
+        """The seed in force: the job's own, or the one the broker drew."""
+        return self._state.admitted.seed if self._state.admitted else 0
+
+    @property
+    def admit_seq(self) -> int:
+        """Place in the order of all admissions; jobs run in this order."""
+        return self._state.admitted.admit_seq if self._state.admitted else -1
+
+    @property
+    def position(self) -> int:
+        """Jobs that were before this one at admission, the running one included."""
+        return self._state.admitted.position if self._state.admitted else -1
+
+    @property
+    def progress(self) -> Progress | None:
+        """The last PROGRESS, as of the last wait on this client."""
+        return self._state.progress
+
+    @property
+    def text(self) -> str:
+        """The answer as far as it has arrived, read or not."""
+        return self._state.text
+
+    @property
+    def ended(self) -> bool:
+        """True once the last word is here."""
+        return self._state.ended
+
+
+class Stream(StreamView):
+    """One job's answer as it comes. Iterate it for `Piece`s, or ask for the `result`.
+
+    Iteration ends with the job, also when it was cancelled, and raises its error if it failed.
+    """
+
+    def __init__(self, client: Client, state: StreamState) -> None:
+        super().__init__(state)
+        self._client = client
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        piece = self._client._next(self._state, None)  # noqa: SLF001 - a stream is a handle of its client
+        if piece is None:
+            raise StopIteration
+        return piece
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait for the last word; pieces nobody has read are dropped, the result has them all.
+
+        Raises:
+            TimeoutError: after *timeout* seconds; the job goes on.
+            JobError: the job failed; `code` and `retryable` say how.
+            BrokerUnreachableError: no word of the broker for the client's `idle_timeout`.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self._client._next(self._state, deadline) is not None:  # noqa: SLF001 - as above
+            pass
+        return result_of(self._state)
+
+    def cancel(self) -> None:
+        """Ask for the job's end; its last word still comes: `result()` then has the part that was drawn."""
+        self._client._cancel(self._state)  # noqa: SLF001 - as above
+
+
+class Client:
+    """A connection to the broker.
+
+    timeout: seconds to wait for answers to requests (connection, admission, status).
+    idle_timeout: seconds without any word of the broker after which an open stream is given up; None =
+    five of the broker's beats, at least 10 s. The broker beats while a job waits or reads its prompt.
+
+    Streams of one client may be read in any order and from several threads; a lock guards the connection.
+    A stream itself belongs to one thread at a time. Do not use a client in a forked child.
+
+    Raises:
+        BrokerUnreachableError: no broker answered in time; the message says what was found instead.
+        ProtocolError: something else answered.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        *,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        idle_timeout: float | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        self._link: Link | None = None
+        self.timeout = timeout
+        self.idle_timeout = idle_timeout
+        self.endpoint = endpoint_of(endpoint, settings)
+        self._changed = threading.Condition()
+        self._reading = False
+        self._session = Session(self.endpoint, client=CLIENT_NAME)
+        self._link = Link(self._session)
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._poll = select.poll()
+        for fd in (*self._link.fds, self._wake_read):
+            self._poll.register(fd, select.POLLIN)
+        try:
+            self._wait(lambda: self._session.welcome is not None, "No broker answers")
+        finally:
+            if self._session.welcome is None:
+                self._close(goodbye=False)
+
+    def submit(
+        self,
+        job: Job | Mapping[str, Any] | str | None = None,
+        *,
+        deadline_s: float | None = None,
+        queue_ttl_s: float | None = None,
+        finish: bool = False,
+        credit: int | None = None,
+        headers: Mapping[str, str] | None = None,
+        **fields: Any,
+    ) -> Stream:
+        """Submit a job and wait until it is admitted.
+
+        job: a Job, a map of job fields, or a prompt; *fields* are further job fields (`max_tokens=100`).
+        deadline_s, queue_ttl_s: seconds after which the job, or its waiting, ends with E_EXPIRED.
+        finish: run to the end even if this client is gone. credit: chunks the broker may send ahead of
+        the reader. headers: trace context (`traceparent`, `tracestate`) and `x-*`.
+
+        Raises:
+            BadJobError: a field is wrong; nothing was admitted.
+            BusyError: the line is full or the broker stops; `retry_after_ms` says when to come back.
+        """
+        wanted = job_of(job, fields)
+        options = SubmitOptions(
+            deadline_s=deadline_s, queue_ttl_s=queue_ttl_s, finish=finish, credit=credit, headers=headers
+        )
+        with self._changed:
+            self._check_open()
+            state = self._session.submit(wanted, options)
+            self._push()
+        try:
+            self._wait(lambda: state.admitted is not None or state.ended, "The broker does not admit the job")
+        finally:
+            if state.admitted is None:
+                self._withdraw(state)
+        if state.admitted is None and state.error is not None:
+            raise state.error
+        return Stream(self, state)
+
+    def run(self, job: Job | Mapping[str, Any] | str | None = None, **arguments: Any) -> Result:
+        """Submit a job and wait for its result; arguments as for `submit`."""
+        return self.submit(job, **arguments).result()
+
+    def cancel(self, job_id: bytes) -> dict[str, Any]:
+        """Cancel any job of this broker by its id; returns the job's state afterwards.
+
+        Raises:
+            JobError: E_UNKNOWN_JOB.
+        """
+        with self._changed:
+            self._check_open()
+            self._session.cancel(job_id)
+            ticket = self._session.ask(job_id)
+            self._push()
+        return self._answer(ticket)
+
+    def status(self, job_id: bytes | None = None, *, jobs: bool = False) -> dict[str, Any]:
+        """The broker's health; with *job_id* one job's state; with *jobs* `{"jobs": [states]}`.
+
+        Raises:
+            JobError: E_UNKNOWN_JOB.
+        """
+        with self._changed:
+            self._check_open()
+            ticket = self._session.ask(job_id, jobs=jobs)
+            self._push()
+        return self._answer(ticket)
+
+    def health(self) -> dict[str, Any]:
+        """The broker's health: scheduler, worker, line, broker, counters."""
+        return self.status()
+
+    def close(self) -> None:
+        """Say goodbye; the broker cancels this client's open jobs, those with `finish` go on."""
+        self._close(goodbye=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self._link is not None and not self._link.closed:
+            # There is no caller to blame: the collector runs this.
+            warnings.warn(f"Client of {self.endpoint} was dropped unclosed.", ResourceWarning, stacklevel=1)
+            self._close(goodbye=False)
+
+    def _close(self, *, goodbye: bool) -> None:
+        with self._changed:
+            if self._link is None or self._link.closed:
+                return
+            self._session.fail(BrokerUnreachableError("This client is closed."))
+            # Its descriptors may go only when nobody waits on them.
+            self._wake()
+            self._changed.notify_all()
+            while self._reading:
+                self._changed.wait()
+            self._link.close(goodbye=goodbye)
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    def _check_open(self) -> None:
+        if self._session.failure is not None:
+            raise self._session.failure
+
+    def _cancel(self, state: StreamState) -> None:
+        with self._changed:
+            if not state.ended and self._session.failure is None:
+                self._session.cancel(state.id)
+                self._push()
+
+    def _withdraw(self, state: StreamState) -> None:
+        with self._changed:
+            self._session.give_up(state, BrokerUnreachableError("The job was withdrawn before its admission."))
+            self._push()
+
+    def _answer(self, ticket: Ticket) -> dict[str, Any]:
+        self._wait(lambda: ticket.settled, "The broker does not answer STATUS")
+        if ticket.error is not None:
+            raise ticket.error
+        return ticket.answer or {}
+
+    def _next(self, state: StreamState, deadline: float | None) -> Piece | None:
+        piece = self._take(state)
+        if piece is not None:
+            return piece
+        limit = None if deadline is None else max(0.0, deadline - time.monotonic())
+        idle = self.idle_timeout if self.idle_timeout is not None else self._session.idle_limit()
+        self._wait(lambda: bool(state.pieces) or state.ended, None, limit=limit, idle=idle)
+        piece = self._take(state)
+        if piece is None and state.error is not None:
+            raise state.error
+        return piece
+
+    def _take(self, state: StreamState) -> Piece | None:
+        with self._changed:
+            if not state.pieces:
+                return None
+            piece = self._session.read(state)
+            if self._session.outbox:
+                self._push()
+            return piece
+
+    def _wait(
+        self,
+        ready: Callable[[], bool],
+        what: str | None,
+        *,
+        limit: float | None = None,
+        idle: float | None = None,
+    ) -> None:
+        """Move the connection on until *ready*; *what* names a request, which has the client's time limit."""
+        link = self._link
+        if link is None:
+            raise RuntimeError("The client is not connected.")
+        patience = Patience(
+            session=self._session,
+            began=time.monotonic(),
+            limit=self.timeout if what else limit,
+            idle=None if what else idle,
+            missing=(lambda: link.unreachable(what)) if what else late,
+            lost=lambda idle_s: link.unreachable(f"No word for {idle_s:g} s from the broker"),
+        )
+        with self._changed:
+            try:
+                while not ready():
+                    self._check_open()
+                    if self._reading:
+                        self._changed.wait(patience.left(time.monotonic()))
+                    elif link.turn():
+                        self._changed.notify_all()
+                    else:
+                        self._sleep(patience.left(time.monotonic()))
+            finally:
+                # Another waiter may have to take over the descriptors.
+                self._changed.notify_all()
+
+    def _sleep(self, seconds: float | None) -> None:
+        """Wait on the descriptors without the lock: the socket itself is only touched under it."""
+        self._reading = True
+        self._changed.release()
+        try:
+            self._poll.poll(None if seconds is None else seconds * 1000 + 1)
+        finally:
+            self._changed.acquire()
+            self._reading = False
+            with suppress(BlockingIOError):
+                os.read(self._wake_read, 4096)
+
+    def _push(self) -> None:
+        """Send what was queued. That may swallow the reader's signal for what came in: wake it."""
+        if self._link is not None:
+            while self._link.turn():
+                pass
+        if self._reading:
+            self._wake()
+        self._changed.notify_all()
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):
+            os.write(self._wake_write, b".")

@@ -1,0 +1,172 @@
+"""One DEALER socket and its monitor, moved forward without ever blocking; used by both clients."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from pathlib import Path
+from typing import Final
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from mtplx import wire
+from mtplx.errors import BrokerUnreachableError
+from mtplx.session import Session
+from mtplx.settings import check_endpoint
+
+# A flood must not keep a reader from what has already arrived.
+MESSAGES_PER_TURN: Final = 256
+GOODBYE_MS: Final = 300
+_MECHANISM_MISMATCH: Final = 0x11000001
+_WATCHED: Final = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_OPTIONS: Final = {
+    zmq.IMMEDIATE: 1,
+    zmq.LINGER: GOODBYE_MS,
+    zmq.RECONNECT_IVL: 100,
+    zmq.RECONNECT_IVL_MAX: 3000,
+    zmq.HEARTBEAT_IVL: 2000,
+    zmq.HEARTBEAT_TIMEOUT: 6000,
+    zmq.HEARTBEAT_TTL: 6000,
+    zmq.HANDSHAKE_IVL: 2000,
+    zmq.MAXMSGSIZE: wire.MAX_FRAME_BYTES,
+}
+
+
+class Link:
+    """Carries a session's messages. Not thread-safe: its owner calls it under a lock, or from one loop.
+
+    After `turn` returned False, waiting on `fds` is safe from any thread: they are edge-triggered, so
+    turn again, until False, whenever one of them fires and after every message that was queued.
+    """
+
+    def __init__(self, session: Session) -> None:
+        check_endpoint("endpoint", session.endpoint)
+        self.session = session
+        self.up = False
+        self.closed = False
+        self._handshakes = 0
+        self._connected = False
+        self._refused = 0
+        self._encoded: deque[list[bytes]] = deque()
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        for option, value in _OPTIONS.items():
+            self._socket.setsockopt(option, value)
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_WATCHED)
+        self._monitor.setsockopt(zmq.LINGER, 0)
+        session.hello()
+        self._socket.connect(session.endpoint)
+        self.fds: tuple[int, ...] = (self._socket.getsockopt(zmq.FD), self._monitor.getsockopt(zmq.FD))
+
+    def turn(self) -> bool:
+        """Send and receive what can be; True where something moved and another turn may move more."""
+        if self.closed:
+            return False
+        moved = self._watch()
+        moved |= self._receive()
+        # Last: what came in may have queued something, and the caller may not turn again soon.
+        moved |= self._send()
+        return moved
+
+    def close(self, *, goodbye: bool) -> None:
+        """Say BYE where asked and possible, and let the socket go; the rest of its queue is dropped."""
+        if self.closed:
+            return
+        if goodbye:
+            self.session.bye()
+            self._send()
+        self.closed = True
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=GOODBYE_MS if goodbye else 0)
+
+    def unreachable(self, what: str) -> BrokerUnreachableError:
+        """The error for silence: *what* failed, and the likely causes by what the connection showed."""
+        return BrokerUnreachableError(f"{what} at {self.session.endpoint}: {self._cause()}")
+
+    def _cause(self) -> str:
+        if self._refused == _MECHANISM_MISMATCH:
+            return "what listens there wants CURVE encryption, which this client does not offer."
+        if self._handshakes and not self.up:
+            return "the connection is gone and the broker has not come back. Is `mtplx serve` running?"
+        if self._handshakes and self.session.welcome is None:
+            return (
+                "something is connected there but does not answer MTX/1. It may be another program's "
+                "socket, or a broker that hangs."
+            )
+        if self._handshakes:
+            return "the broker is connected but silent; it hangs or is stopped."
+        if self._refused or self._connected:
+            return (
+                "something listens there that does not speak this protocol (ZeroMQ without encryption): "
+                "another program, or a broker that wants CURVE."
+            )
+        return self._nobody()
+
+    def _nobody(self) -> str:
+        if not self.session.endpoint.startswith("ipc://"):
+            return "nothing listens there. Start the broker with `mtplx serve`."
+        path = Path(self.session.endpoint.removeprefix("ipc://"))
+        try:
+            path.lstat()
+        except FileNotFoundError:
+            return "there is no such socket file. Start the broker with `mtplx serve`."
+        except OSError as error:
+            return f"{error.strerror}. Is it another user's broker?"
+        if not os.access(path, os.R_OK | os.W_OK):
+            return "no permission to use that socket. Is it another user's broker?"
+        return "the socket file is there but nobody listens. Start the broker with `mtplx serve`."
+
+    def _watch(self) -> bool:
+        moved = False
+        while True:
+            try:
+                frames = self._monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return moved
+            moved = True
+            event = parse_monitor_message(frames)
+            kind = event["event"]
+            if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.up = True
+                if self._handshakes:
+                    self._encoded.clear()
+                    self.session.reconnected()
+                self._handshakes += 1
+            elif kind == zmq.EVENT_CONNECTED:
+                self._connected = True
+            elif kind == zmq.EVENT_DISCONNECTED:
+                self.up = False
+            else:
+                self._refused = event["value"] or 1
+
+    def _send(self) -> bool:
+        moved = False
+        outbox = self.session.outbox
+        while outbox or self._encoded:
+            if not self._encoded:
+                self._encoded.append(wire.encode(outbox.popleft()))
+            try:
+                self._socket.send_multipart(self._encoded[0], zmq.NOBLOCK)
+            except zmq.Again:
+                return moved
+            self._encoded.popleft()
+            moved = True
+        return moved
+
+    def _receive(self) -> bool:
+        for number in range(MESSAGES_PER_TURN):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return number > 0
+            self.session.receive(frames, time.monotonic())
+        return True

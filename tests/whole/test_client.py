@@ -1,0 +1,453 @@
+"""The synchronous client against a broker that a test holds by the hand."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from whole.fake_broker import WORDS, FakeBroker, answer, chunks, done, unknown
+
+from mtplx import (
+    BadJobError,
+    BrokerUnreachableError,
+    BusyError,
+    Client,
+    Job,
+    JobError,
+    Piece,
+    ProtocolError,
+    Settings,
+    SettingsError,
+)
+from mtplx.messages import Bye, Cancel, Chunk, Error, GiveCredit, Hello, Progress, Resume, Submit
+from mtplx.wire import unpack_body
+
+TEXT = "".join(WORDS)
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/front.sock"
+
+
+@pytest.fixture
+def broker(endpoint: str) -> Iterator[FakeBroker]:
+    with FakeBroker(endpoint) as broker:
+        yield broker
+
+
+@pytest.fixture
+def client(broker: FakeBroker) -> Iterator[Client]:
+    with Client(broker.endpoint, timeout=10) as client:
+        yield client
+
+
+def only_admit(broker: FakeBroker, submit: Submit) -> list:
+    return [broker.admit(submit)]
+
+
+def test_a_prompt_comes_back_as_pieces_and_as_a_result(client: Client) -> None:
+    stream = client.submit("Why is the sky blue?", max_tokens=9)
+    assert list(stream) == [Piece(word, (n,), None, n) for n, word in enumerate(WORDS)]
+    result = stream.result()
+    assert (result.text, result.ids, result.finish_reason) == (TEXT, (0, 1, 2, 3), "stop")
+    assert (stream.seed, stream.admit_seq, result.seed, result.id) == (7, 1, 7, stream.id)
+    assert result.to_map()["id"] == stream.id.hex()
+
+
+def test_a_job_travels_with_its_options_and_headers(client: Client, broker: FakeBroker) -> None:
+    client.run(
+        Job(messages=({"role": "user", "content": "Hi"},)),
+        deadline_s=2.5,
+        queue_ttl_s=0.25,
+        finish=True,
+        headers={"traceparent": "00-1-2-01"},
+        logit_bias={5: -1.0},
+    )
+    sent = broker.wait_for(Submit)
+    assert unpack_body(sent.job, 4096) == {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "logit_bias": {"5": -1.0},
+    }
+    assert (sent.deadline_ms, sent.queue_ttl_ms, sent.finish, sent.h) == (
+        2500,
+        250,
+        True,
+        {"traceparent": "00-1-2-01"},
+    )
+
+
+def test_a_wrong_field_is_refused_before_anything_is_sent(client: Client, broker: FakeBroker) -> None:
+    with pytest.raises(BadJobError, match="Unknown job field temprature") as caught:
+        client.submit("Hi", temprature=1)
+    assert caught.value.field == "temprature"
+    with pytest.raises(BadJobError, match="max_tokens"):
+        client.submit(Job(prompt="Hi", max_tokens=0))
+    with pytest.raises(BadJobError, match="deadline_s"):
+        client.submit("Hi", deadline_s=-1)
+    assert broker.of(Submit) == []
+
+
+def test_a_job_above_the_limit_of_welcome_is_refused_with_both_sizes(client: Client, broker: FakeBroker) -> None:
+    with pytest.raises(JobError) as caught:
+        client.submit("x" * 5000)
+    assert caught.value.code == "E_TOO_LARGE"
+    assert caught.value.detail["limit"] == 4096
+    assert broker.of(Submit) == []
+
+
+def test_a_full_line_raises_busy_with_the_time_to_come_back(client: Client, broker: FakeBroker) -> None:
+    broker.reply = lambda _, submit: [
+        Error(code="E_QUEUE_FULL", message="Full.", retryable=True, id=submit.id, retry_after_ms=250)
+    ]
+    with pytest.raises(BusyError) as caught:
+        client.submit("Hi")
+    assert caught.value.retryable
+    assert caught.value.retry_after_ms == 250
+
+
+def test_a_job_refused_by_the_broker_names_its_field(client: Client, broker: FakeBroker) -> None:
+    broker.reply = lambda _, submit: [
+        Error(code="E_BAD_JOB", message="Id 9 is too high.", retryable=False, id=submit.id, field="token_ids")
+    ]
+    with pytest.raises(BadJobError, match="too high") as caught:
+        client.submit(token_ids=[9])
+    assert caught.value.field == "token_ids"
+
+
+def test_a_failing_job_gives_its_pieces_and_then_its_error(client: Client, broker: FakeBroker) -> None:
+    broker.reply = lambda it, submit: [
+        it.admit(submit),
+        *chunks(submit.id)[:2],
+        Error(code="E_WORKER_LOST", message="The worker died.", retryable=True, id=submit.id),
+    ]
+    stream = client.submit("Hi")
+    assert [next(stream).text, next(stream).text] == list(WORDS[:2])
+    with pytest.raises(JobError, match="died") as caught:
+        next(stream)
+    assert caught.value.code == "E_WORKER_LOST"
+    assert caught.value.retryable
+    with pytest.raises(JobError, match="died"):
+        stream.result()
+
+
+def test_a_cancelled_job_ends_its_iteration_and_keeps_its_text(client: Client, broker: FakeBroker) -> None:
+    broker.reply = lambda it, submit: [it.admit(submit), *chunks(submit.id)[:1]]
+    stream = client.submit("Hi")
+    assert next(stream).text == WORDS[0]
+    stream.cancel()
+    broker.wait_for(Cancel)
+    broker.say(done(stream.id, WORDS[:1], outcome="cancelled"))
+    assert list(stream) == []
+    assert stream.result().finish_reason == "cancelled"
+    assert stream.result().text == WORDS[0]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "field"),
+    [
+        (lambda i: [*chunks(i)[:1], *chunks(i, start=2)], "seq"),
+        (lambda i: [*chunks(i)[:1], *chunks(i)[:1]], "seq"),
+        (lambda i: [Chunk(id=i, attempt=1, seq=0, first=1, n=1, ids=(0,), text="a")], "first"),
+        (lambda i: [Chunk(id=i, attempt=1, seq=0, first=0, n=2, ids=(0,), text="a")], "n"),
+        (lambda i: [Chunk(id=i, attempt=1, seq=0, first=0, n=1, ids=(0,), text="a", logprobs=())], "logprobs"),
+        (lambda i: [Chunk(id=i, attempt=1, seq=0, first=0, n=1, ids=(2**32,), text="a")], "ids"),
+        (lambda i: [*chunks(i)[:3], done(i)], "seq"),
+        (lambda i: [*chunks(i), done(i, text="Other.")], "text"),
+        (lambda i: [*chunks(i), done(i, sha256="00")], "sha256"),
+    ],
+)
+def test_a_broken_promise_ends_the_stream_with_the_field_and_cancels_the_job(
+    client: Client, broker: FakeBroker, spoil, field: str
+) -> None:
+    broker.reply = lambda it, submit: [it.admit(submit), *spoil(submit.id)]
+    with pytest.raises(ProtocolError) as caught:
+        client.run("Hi")
+    assert caught.value.field == field
+    broker.wait_for(Cancel)
+    broker.reply = answer
+    assert client.run("The connection lives on.").text == TEXT
+
+
+def test_what_comes_after_the_last_word_is_counted_and_changes_nothing(client: Client, broker: FakeBroker) -> None:
+    broker.reply = lambda it, submit: [
+        it.admit(submit),
+        *chunks(submit.id),
+        done(submit.id),
+        done(submit.id, text="x"),
+    ]
+    assert client.run("Hi").text == TEXT
+    client.health()
+    assert client._session.late == 1
+
+
+def test_credit_is_given_back_as_the_reader_reads(client: Client, broker: FakeBroker) -> None:
+    broker.reply = lambda it, submit: [it.admit(submit), *chunks(submit.id)[:2]]
+    stream = client.submit("Hi", credit=2)
+    assert broker.wait_for(Submit).credit == 2
+    next(stream)
+    assert broker.wait_for(GiveCredit).upto_seq == 3
+    next(stream)
+    assert broker.wait_for(GiveCredit, 2).upto_seq == 4
+
+
+def test_streams_of_one_client_are_read_in_any_order(client: Client, broker: FakeBroker) -> None:
+    broker.reply = only_admit
+    first, second = client.submit("one"), client.submit("two")
+    broker.say(*chunks(first.id), done(first.id), *chunks(second.id), done(second.id))
+    assert second.result().text == TEXT
+    assert [piece.text for piece in first] == list(WORDS)
+
+
+def test_many_threads_share_one_client(client: Client) -> None:
+    texts: list[str] = []
+
+    def work() -> None:
+        texts.extend(client.run("Hi").text for _ in range(20))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert texts == [TEXT] * 160
+
+
+def test_a_waiting_thread_does_not_hold_up_another(client: Client, broker: FakeBroker) -> None:
+    broker.reply = only_admit
+    slow = client.submit("slow")
+    got: list[str] = []
+    waiter = threading.Thread(target=lambda: got.append(slow.result().text))
+    waiter.start()
+    for _ in range(50):
+        assert client.health() == {"worker": {"state": "ready"}}
+    broker.say(*chunks(slow.id), done(slow.id))
+    waiter.join(10)
+    assert got == [TEXT]
+
+
+def test_a_result_that_takes_too_long_times_out_and_can_be_waited_for_again(
+    client: Client, broker: FakeBroker
+) -> None:
+    broker.reply = only_admit
+    stream = client.submit("Hi")
+    with pytest.raises(TimeoutError, match="it goes on"):
+        stream.result(timeout=0.05)
+    broker.say(*chunks(stream.id), done(stream.id))
+    assert stream.result(timeout=10).text == TEXT
+
+
+def test_silence_ends_a_wait_and_a_beat_counts_as_life(endpoint: str) -> None:
+    with FakeBroker(endpoint, only_admit) as broker, Client(endpoint, idle_timeout=0.4) as client:
+        stream = client.submit("Hi")
+        stop = threading.Event()
+
+        def beat() -> None:
+            for done_tokens in range(8):
+                broker.say(Progress(id=stream.id, phase="prefill", done=done_tokens, total=8, worker="busy"))
+                stop.wait(0.1)
+
+        beats = threading.Thread(target=beat)
+        beats.start()
+        with pytest.raises(BrokerUnreachableError, match=r"No word for 0.4 s .*silent"):
+            next(stream)
+        beats.join()
+        # Silence was only called after the last beat.
+        assert stream.progress is not None
+        assert (stream.progress.phase, stream.progress.done) == ("prefill", 7)
+
+
+def test_status_cancel_and_health_answer(client: Client, broker: FakeBroker) -> None:
+    job = b"\x05" * 16
+    broker.jobs[job.hex()] = {"id": job.hex(), "state": "running"}
+    assert client.status(job) == {"id": job.hex(), "state": "running"}
+    assert client.status(jobs=True) == {"jobs": [{"id": job.hex(), "state": "running"}]}
+    assert client.cancel(job)["state"] == "running"
+    assert broker.wait_for(Cancel).id == job
+    with pytest.raises(JobError) as caught:
+        client.status(b"\x06" * 16)
+    assert caught.value.code == "E_UNKNOWN_JOB"
+    assert client.health() == broker.health
+
+
+def test_close_says_goodbye_and_ends_what_waits(broker: FakeBroker) -> None:
+    broker.reply = only_admit
+    client = Client(broker.endpoint)
+    stream = client.submit("Hi")
+    errors: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            stream.result()
+        except BrokerUnreachableError as error:
+            errors.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    client.close()
+    waiter.join(10)
+    assert "closed" in str(errors[0])
+    broker.wait_for(Bye)
+    with pytest.raises(BrokerUnreachableError, match="closed"):
+        client.submit("Hi")
+    client.close()
+
+
+def test_a_dropped_client_warns(broker: FakeBroker) -> None:
+    clients = [Client(broker.endpoint)]
+    with pytest.warns(ResourceWarning, match="dropped unclosed"):
+        clients.clear()
+
+
+def test_no_socket_file_is_said_so(endpoint: str) -> None:
+    with pytest.raises(BrokerUnreachableError, match=r"no such socket file.*mtplx serve") as caught:
+        Client(endpoint, timeout=0.2)
+    assert endpoint in str(caught.value)
+
+
+def test_a_socket_file_that_nobody_listens_on_is_said_so(endpoint: str) -> None:
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(endpoint.removeprefix("ipc://"))
+    with pytest.raises(BrokerUnreachableError, match="nobody listens"):
+        Client(endpoint, timeout=0.3)
+
+
+def test_a_free_tcp_port_is_said_so() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(BrokerUnreachableError, match="nothing listens there"):
+        Client(endpoint, timeout=0.3)
+
+
+def test_a_program_that_speaks_no_zeromq_is_said_so() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    peer, _ = server.accept()
+                    peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                    peer.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        with pytest.raises(BrokerUnreachableError, match="does not speak this protocol"):
+            Client(f"tcp://127.0.0.1:{server.getsockname()[1]}", timeout=0.5)
+        server.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def bound(kind: int, endpoint: str, **options: object) -> Iterator[zmq.Socket]:
+    with zmq.Context() as context, context.socket(kind) as server:
+        server.linger = 0
+        for name, value in options.items():
+            setattr(server, name, value)
+        server.bind(endpoint)
+        yield server
+
+
+def test_a_broker_that_wants_curve_is_said_so(endpoint: str) -> None:
+    _, secret = zmq.curve_keypair()
+    with (
+        bound(zmq.ROUTER, endpoint, curve_server=True, curve_secretkey=secret),
+        pytest.raises(BrokerUnreachableError, match="CURVE"),
+    ):
+        Client(endpoint, timeout=0.5)
+
+
+def test_a_zeromq_program_that_stays_silent_is_said_so(endpoint: str) -> None:
+    with bound(zmq.ROUTER, endpoint), pytest.raises(BrokerUnreachableError, match="does not answer MTX/1"):
+        Client(endpoint, timeout=0.3)
+
+
+@pytest.mark.parametrize(
+    "reply", [[b"MDPW02", b"\x03"], [b"MTX\x02", b"\x81", b"\x80"], [b"MTX\x01", b"\x01", b"\x80"]]
+)
+def test_answers_of_another_protocol_are_a_protocol_error(endpoint: str, reply: list[bytes]) -> None:
+    with bound(zmq.ROUTER, endpoint) as server:
+
+        def serve() -> None:
+            peer, *_ = server.recv_multipart()
+            server.send_multipart([peer, *reply])
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(ProtocolError, match="does not speak MTX/1") as caught:
+            Client(endpoint, timeout=10)
+        thread.join()
+    assert endpoint in str(caught.value)
+
+
+def test_a_broker_of_another_version_is_a_version_error(endpoint: str) -> None:
+    with FakeBroker(endpoint) as broker:
+        broker._replies = lambda _: [  # type: ignore[method-assign]
+            Error(code="E_VERSION", message="Speak 2.", retryable=False, detail={"supported": [2]})
+        ]
+        with pytest.raises(ProtocolError) as caught:
+            Client(endpoint)
+    assert caught.value.code == "E_VERSION"
+
+
+def test_a_job_nobody_admits_is_withdrawn(endpoint: str) -> None:
+    with FakeBroker(endpoint, lambda *_: []) as broker, Client(endpoint, timeout=0.3) as client:
+        with pytest.raises(BrokerUnreachableError, match="does not admit"):
+            client.submit("Hi")
+        assert broker.wait_for(Cancel).id == broker.wait_for(Submit).id
+
+
+def test_a_lost_connection_resumes_from_the_tokens_received(endpoint: str) -> None:
+    with FakeBroker(endpoint, lambda it, submit: [it.admit(submit), *chunks(submit.id)[:2]]) as broker:
+        client = Client(endpoint)
+        stream = client.submit("Hi")
+        assert [next(stream).text for _ in range(2)] == list(WORDS[:2])
+    with FakeBroker(endpoint) as broker:
+        broker.on_resume = lambda it: [*chunks(it.id, start=it.tokens), done(it.id)]
+        assert [piece.text for piece in stream] == list(WORDS[2:])
+        assert stream.result().text == TEXT
+        resumed = broker.wait_for(Resume)
+        assert (resumed.next_seq, resumed.tokens) == (2, 2)
+        assert [type(message) for message in broker.heard[:2]] == [Hello, Resume]
+        client.close()
+
+
+def test_a_restarted_broker_that_forgot_the_job_ends_its_stream(endpoint: str) -> None:
+    with FakeBroker(endpoint, only_admit, boot=1):
+        client = Client(endpoint)
+        stream = client.submit("Hi")
+    with FakeBroker(endpoint, boot=2), client:
+        with pytest.raises(JobError, match="started anew"):
+            stream.result()
+        assert client.run("again").text == TEXT
+
+
+def test_a_broker_that_is_gone_is_named_as_such(endpoint: str) -> None:
+    with FakeBroker(endpoint, only_admit):
+        client = Client(endpoint, idle_timeout=0.3)
+        stream = client.submit("Hi")
+    with client, pytest.raises(BrokerUnreachableError, match="has not come back"):
+        stream.result()
+
+
+def test_an_unknown_id_in_a_late_error_is_ignored(client: Client, broker: FakeBroker) -> None:
+    broker.reply = lambda it, submit: [
+        it.admit(submit),
+        unknown(b"\x09" * 16),
+        *chunks(submit.id),
+        done(submit.id),
+    ]
+    assert client.run("Hi").text == TEXT
+
+
+def test_the_endpoint_comes_from_the_settings_and_is_checked(tmp_path: Path) -> None:
+    settings = Settings(run_dir=tmp_path)
+    with FakeBroker(settings.endpoint("front")), Client(settings=settings) as client:
+        assert client.endpoint == f"ipc://{tmp_path}/front.sock"
+    with pytest.raises(SettingsError, match="leaves this machine"):
+        Client("tcp://192.0.2.1:5555")

@@ -1,0 +1,115 @@
+"""The asyncio client: thin over the same session, so only what differs is tested here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from whole.fake_broker import WORDS, FakeBroker, chunks, done
+
+from mtplx import AsyncClient, BadJobError, BrokerUnreachableError, BusyError, JobError
+from mtplx.messages import Bye, Cancel, Error, GiveCredit
+
+TEXT = "".join(WORDS)
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[FakeBroker]:
+    with FakeBroker(f"ipc://{tmp_path}/front.sock") as broker:
+        yield broker
+
+
+def test_many_jobs_at_once_come_back_whole(broker: FakeBroker) -> None:
+    async def main() -> list[str]:
+        async with AsyncClient(broker.endpoint) as client:
+            results = await asyncio.gather(*(client.run(f"job {n}") for n in range(100)))
+            return [result.text for result in results]
+
+    assert asyncio.run(main()) == [TEXT] * 100
+    broker.wait_for(Bye)
+
+
+def test_a_stream_is_iterated_and_asked_for_its_result(broker: FakeBroker) -> None:
+    async def main() -> None:
+        async with AsyncClient(broker.endpoint) as client:
+            stream = await client.submit("Hi")
+            assert [piece.text async for piece in stream] == list(WORDS)
+            assert (await stream.result()).finish_reason == "stop"
+            assert (stream.seed, stream.admit_seq) == (7, 1)
+            broker.reply = lambda it, submit: [it.admit(submit), *chunks(submit.id)[:2]]
+            stream = await client.submit("Hi", credit=2)
+            await anext(stream)
+            assert broker.wait_for(GiveCredit).upto_seq == 3
+
+    asyncio.run(main())
+
+
+def test_it_connects_at_the_first_request_and_answers_status(broker: FakeBroker) -> None:
+    async def main() -> None:
+        client = AsyncClient(broker.endpoint)
+        assert await client.health() == broker.health
+        assert await client.status(jobs=True) == {"jobs": []}
+        with pytest.raises(JobError, match="No such job"):
+            await client.cancel(b"\x01" * 16)
+        with pytest.raises(BadJobError):
+            await client.submit("")
+        await client.close()
+        with pytest.raises(BrokerUnreachableError, match="closed"):
+            await client.health()
+
+    asyncio.run(main())
+
+
+def test_giving_up_the_wait_cancels_the_job(broker: FakeBroker) -> None:
+    broker.reply = lambda it, submit: [it.admit(submit)]
+
+    async def main() -> None:
+        async with AsyncClient(broker.endpoint) as client:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await client.run("Hi")
+
+    asyncio.run(main())
+    broker.wait_for(Cancel)
+
+
+def test_refusals_limits_and_silence_are_raised(broker: FakeBroker) -> None:
+    async def main() -> None:
+        async with AsyncClient(broker.endpoint, idle_timeout=0.2) as client:
+            broker.reply = lambda _, submit: [
+                Error(code="E_DRAINING", message="Stopping.", retryable=True, id=submit.id, retry_after_ms=9)
+            ]
+            with pytest.raises(BusyError) as caught:
+                await client.submit("Hi")
+            assert caught.value.retry_after_ms == 9
+            broker.reply = lambda it, submit: [it.admit(submit)]
+            stream = await client.submit("Hi")
+            with pytest.raises(TimeoutError):
+                await stream.result(timeout=0.02)
+            with pytest.raises(BrokerUnreachableError, match=r"No word for 0\.2 s"):
+                await stream.result()
+            broker.say(*chunks(stream.id), done(stream.id))
+            assert (await stream.result()).text == TEXT
+
+    asyncio.run(main())
+
+
+def test_no_broker_is_said_so(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with AsyncClient(f"ipc://{tmp_path}/none.sock", timeout=0.2):
+            pass
+
+    with pytest.raises(BrokerUnreachableError, match="no such socket file"):
+        asyncio.run(main())
+
+
+def test_a_dropped_client_warns(broker: FakeBroker) -> None:
+    async def main() -> None:
+        clients = [AsyncClient(broker.endpoint)]
+        await clients[0].connect()
+        with pytest.warns(ResourceWarning, match="dropped unclosed"):
+            clients.clear()
+
+    asyncio.run(main())
