@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -58,7 +59,7 @@ class Service:
         self._clock = clock
         self._commands = {"broker": broker, "worker": worker}
         self._broker = self._spawn("broker")
-        self._worker: Child | None = self._spawn("worker")
+        self._worker: Child | None = None
         self._client: Client | None = None
         self._backoff_s = 1.0
         self._restart_at = 0.0
@@ -72,8 +73,10 @@ class Service:
             self.exit_code = code if code > 0 else int(Exit.INTERNAL)
             self._say(f"The broker ended by itself ({_ending(code)}); stopping.")
             return
-        self._watch_worker()
         self._ask_health()
+        # A worker must not meet another service's broker.
+        if self._client is not None:
+            self._watch_worker()
 
     def stop(self) -> None:
         """Drain the broker, then end the worker; each is killed where it exceeds its limit."""
@@ -175,15 +178,14 @@ def _end(child: Child, limit_s: float, hurry: threading.Event) -> None:
         child.terminate()
     ends, asked_again = time.monotonic() + limit_s, False
     while child.poll() is None:
+        # First: of two signals at once the second may be lost.
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(TURN_S)
         if hurry.is_set() and not asked_again:
             child.terminate()
             asked_again = True
         if time.monotonic() >= ends:
             child.kill()
-        try:
-            child.wait(TURN_S)
-        except subprocess.TimeoutExpired:
-            continue
 
 
 def absolute_model(settings: Settings) -> Settings:

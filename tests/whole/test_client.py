@@ -451,3 +451,23 @@ def test_the_endpoint_comes_from_the_settings_and_is_checked(tmp_path: Path) -> 
         assert client.endpoint == f"ipc://{tmp_path}/front.sock"
     with pytest.raises(SettingsError, match="leaves this machine"):
         Client("tcp://192.0.2.1:5555")
+
+
+def test_last_words_of_a_broker_that_left_are_read_later(endpoint: str) -> None:
+    with FakeBroker(endpoint, only_admit) as broker:
+        client = Client(endpoint)
+        stream = client.submit("Hi")
+        broker.say(*chunks(stream.id), done(stream.id))
+    with client:
+        assert stream.result().text == TEXT
+
+
+def test_a_job_admitted_after_it_was_given_up_is_cancelled(client: Client, broker: FakeBroker) -> None:
+    broker.reply = lambda *_: []
+    client.timeout = 0.1
+    with pytest.raises(BrokerUnreachableError):
+        client.submit("Hi")
+    broker.say(broker.admit(broker.wait_for(Submit)))
+    client.timeout = 10
+    while len(broker.of(Cancel)) < 2:
+        client.health()
