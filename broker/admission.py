@@ -126,10 +126,13 @@ class Gate:
         self.line_bytes -= record.size
 
     def _count_widths(self, speculation: dict[str, Any]) -> None:
-        widths = speculation.get("widths") or {"1": 1}
-        self.widths[str(max(int(width) for width in widths))] += 1
+        # The worker's figures are for people: strange ones count as none and never cost a job its end.
+        told = speculation.get("widths")
+        widths = [int(width) for width in told if str(width).isdecimal()] if isinstance(told, dict) else []
+        self.widths[str(max(widths, default=1))] += 1
         for name in ("rows_launched", "rows_committed", "fork_attempts", "fork_wins"):
-            self.rows[name] += speculation.get(name, 0)
+            count = speculation.get(name)
+            self.rows[name] += count if isinstance(count, int) else 0
 
     def refused(self, job_id: bytes, now: Now, code: str, headers: dict[str, str] | None) -> None:
         """Count a refusal."""

@@ -16,6 +16,7 @@ from mtplx import messages as m
 from mtplx.errors import CODES, WireError
 from mtplx.job import ModelLimits
 
+FINISH_REASONS: Final = ("stop", "length", "cancelled")
 LOSSES: Final = {
     "exited": "ended or crashed",
     "silent": "fell silent",
@@ -70,12 +71,16 @@ class Back:
         """Bytes on the worker's endpoint that are no worker message."""
         self._jobs.counters["bad_worker_frames"] += 1
         self.outgoing.append((route, words.error(error, None)))
-        if self.worker is not None and self.worker.route == route:
+        if self.is_worker(route):
             self.lose("broken", now)
+
+    def is_worker(self, route: bytes) -> bool:
+        """Whether *route* is the one worker's connection for jobs."""
+        return self.worker is not None and self.worker.route == route
 
     def on_unreachable(self, route: bytes, now: Now) -> None:
         """A message to *route* could not be sent: the connection is gone."""
-        if self.worker is not None and self.worker.route == route:
+        if self.is_worker(route):
             self.lose("exited", now)
 
     def lose(self, reason: str, now: Now) -> None:
@@ -237,7 +242,7 @@ class Back:
             self._fail(record, message, now)
 
     def _chunk(self, record: Record, message: m.WorkerChunk, now: Now) -> None:
-        if message.first != record.tokens or message.n != len(message.ids):
+        if not self._follows(record, message):
             self.lose("broken", now)
             return
         record.move(Move.CHUNK)
@@ -249,8 +254,20 @@ class Back:
         record.answer.add(Piece(message.first, message.ids, message.text, message.logprobs))
         self._jobs.outboxes.mark(record)
 
+    def _follows(self, record: Record, message: m.WorkerChunk) -> bool:
+        # A chunk without a token would have no place of its own for RESUME to name.
+        ids = message.ids
+        return (
+            message.first == record.tokens
+            and message.n == len(ids) > 0
+            and max(ids) < (self.limits.vocabulary if self.limits else 0)
+        )
+
     def _final(self, record: Record, message: m.Final, now: Now) -> None:
         assert self.worker is not None
+        if message.finish_reason not in FINISH_REASONS:
+            self.lose("broken", now)
+            return
         if message.finish_reason == "cancelled" and record.cancel_reason is not None:
             self._jobs.end(record, record.cancel_reason, now)
             return

@@ -39,7 +39,11 @@ def claim(endpoint: str) -> int | None:
         return None
     path = Path(endpoint.removeprefix("ipc://"))
     private_folder(path.parent)
-    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        # A link, a folder, or a folder that cannot be written to.
+        raise SettingsError(f"The lock {path}.lock cannot be opened: {error.strerror}.") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

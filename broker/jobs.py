@@ -29,7 +29,7 @@ class Jobs:
         self.counters: Counter[str] = Counter()
         self.records: dict[bytes, Record] = {}
         # Clients that let too many replies pile up, for the machine to treat as gone.
-        self.flooders: list[bytes] = []
+        self.flooders: dict[bytes, None] = {}
         self._kept: OrderedDict[bytes, Record] = OrderedDict()
         self._kept_bytes = 0
 
@@ -58,6 +58,7 @@ class Jobs:
         self._kept[record.id] = record
         self._kept_bytes += record.kept_bytes
         self.outboxes.mark(record)
+        self.trim()
 
     def read_from(self, record: Record, reading: Reading) -> None:
         """Move the stream of *record* to another reader, or to another place in it."""
@@ -68,7 +69,7 @@ class Jobs:
     def tell(self, route: bytes, message: m.Message) -> None:
         """Say *message* to the client at *route*."""
         if not self.outboxes.tell(route, message):
-            self.flooders.append(route)
+            self.flooders[route] = None
 
     def tell_reader(self, record: Record, message: m.Message) -> None:
         """Say *message* to whoever reads *record*."""
@@ -83,6 +84,12 @@ class Jobs:
         """Ended records, the newest first."""
         return reversed(self._kept.values())
 
+    def acknowledge(self, job_id: bytes) -> None:
+        """Drop an ended record that was read to its end."""
+        record = self._kept.get(job_id)
+        if record is not None and not record.unread:
+            self.forget(job_id)
+
     def forget(self, job_id: bytes) -> None:
         """Drop an ended record; open and unknown ones stay as they are."""
         record = self._kept.pop(job_id, None)
@@ -92,16 +99,26 @@ class Jobs:
             self._kept_bytes -= record.kept_bytes
 
     def expire(self, now: Now) -> None:
-        """Drop ended records whose time is up, and the oldest while there are too many."""
+        """Drop ended records whose time is up."""
         while self._kept:
             oldest = next(iter(self._kept.values()))
             assert oldest.ended is not None
-            too_many = self._kept_bytes > self.settings.retain_bytes or len(self._kept) > MAX_KEPT
-            # An answer that is still being read is kept until its time is up.
-            unread = oldest.reading.route is not None and not oldest.reading.last_word_sent
-            if now.mono - oldest.ended.mono <= self.settings.retain_s and (unread or not too_many):
+            if now.mono - oldest.ended.mono <= self.settings.retain_s:
                 return
             self.forget(oldest.id)
+
+    def trim(self) -> None:
+        """Drop the oldest ended records while there are too many, except those that are still being read."""
+        count, size = len(self._kept) - MAX_KEPT, self._kept_bytes - self.settings.retain_bytes
+        dropped = []
+        for record in self._kept.values():
+            if count <= 0 and size <= 0:
+                break
+            if not record.unread:
+                dropped.append(record.id)
+                count, size = count - 1, size - record.kept_bytes
+        for job_id in dropped:
+            self.forget(job_id)
 
     def check(self) -> None:
         """Prove the books."""

@@ -194,10 +194,13 @@ class Loop:
         while outgoing:
             route, message = outgoing[0]
             sent = self._try_send(self._back, [route, *encode(message)])
-            if sent is None:
+            if sent is None and self._machine.back.is_worker(route):
                 return
+            # Refusals that their peer does not read are dropped: they must not stand before the worker's messages.
             outgoing.popleft()
-            if not sent:
+            if sent is None:
+                self._machine.jobs.counters["worker_refusals_dropped"] += 1
+            elif not sent:
                 self._machine.back.on_unreachable(route, now())
 
     def _send_to_clients(self) -> None:

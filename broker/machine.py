@@ -6,9 +6,8 @@ sends them after each turn and reports what could not be sent as another event.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
-from itertools import count
+from itertools import islice
 from typing import Any, Final
 
 from broker import health, words
@@ -16,6 +15,7 @@ from broker.back import Back, Identity
 from broker.jobs import Jobs
 from broker.moves import Move, Phase
 from broker.record import Now, Reading, Record, digest_of
+from broker.timers import Timers
 from mtplx import messages as m
 from mtplx.errors import JobError, ProtocolError, WireError
 from mtplx.job import Job
@@ -25,6 +25,8 @@ from mtplx.settings import Settings
 PROGRESS_JOBS: Final = 16
 # After the drain limit the running job is cancelled and gets this long to say so.
 LAST_GRACE_S: Final = 2.0
+# When the last job has ended, readers get this long to take what is theirs.
+GOODBYE_S: Final = 2.0
 
 
 class Machine:
@@ -40,10 +42,11 @@ class Machine:
         self.draining = False
         self._draw_seed = draw_seed
         self._admit_seq = 0
-        self._timers: list[tuple[float, int, str, Record]] = []
-        self._timer_ids = count()
+        self._timers = Timers()
         self._next_beat = identity.started.mono + settings.beat_s
         self._drain_at: float | None = None
+        self._goodbye_at: float | None = None
+        self._goodbye_over = False
         self._last_turn = identity.started.mono
         self._handlers: dict[type[m.Message], Callable[[bytes, Any, Now], None]] = {
             m.Hello: self._hello,
@@ -66,7 +69,9 @@ class Machine:
     def on_bad_frame(self, route: bytes, error: ProtocolError) -> None:
         """A producer sent bytes that are no message; tell it which field is wrong."""
         self.jobs.counters["bad_frames"] += 1
-        self.jobs.tell(route, words.error(error, error.job_id))
+        # Under the id of a known job the answer would read as that job's last word.
+        about = None if error.job_id in self.jobs.records else error.job_id
+        self.jobs.tell(route, words.error(error, about))
 
     def on_client_gone(self, route: bytes, now: Now) -> None:
         """The connection *route* no longer exists. Its jobs live on for `orphan_s`."""
@@ -78,7 +83,7 @@ class Machine:
             self.jobs.tell(route, words.version_error(message.versions))
             return
         limits = {
-            "max_job_bytes": self.settings.max_job_bytes,
+            "max_job_bytes": min(self.settings.max_job_bytes, self.settings.queue_bytes),
             "queue_jobs": self.settings.queue_jobs,
             "queue_bytes": self.settings.queue_bytes,
             "retain_s": int(self.settings.retain_s),
@@ -104,14 +109,18 @@ class Machine:
     def _admissible(self, message: m.Submit) -> Job:
         if self.draining:
             raise JobError("The broker is stopping; submit again when it is back.", code="E_DRAINING")
-        size, limit = len(message.job), self.settings.max_job_bytes
-        if size > limit:
-            raise ProtocolError(
-                f"The job has {size} bytes; at most {limit} are taken.",
-                field="body",
-                code="E_TOO_LARGE",
-                detail={"bytes": size, "limit": limit},
-            )
+        # What could not wait in an empty line must not be told to come back later.
+        for size, limit in (
+            (len(message.job), self.settings.max_job_bytes),
+            (_charge(message), self.settings.queue_bytes),
+        ):
+            if size > limit:
+                raise ProtocolError(
+                    f"The job has {size} bytes; at most {limit} are taken.",
+                    field="body",
+                    code="E_TOO_LARGE",
+                    detail={"bytes": size, "limit": limit},
+                )
         refusal = self.jobs.gate.refusal(_charge(message))
         if refusal is not None:
             raise refusal
@@ -138,7 +147,7 @@ class Machine:
         self.jobs.outboxes.attach(record)
         for kind, after_ms in (("ttl", message.queue_ttl_ms), ("deadline", message.deadline_ms)):
             if after_ms is not None:
-                self._set_timer(now.mono + after_ms / 1000, kind, record)
+                self._timers.set(now.mono + after_ms / 1000, kind, record)
 
     def _submit_again(self, record: Record, route: bytes, message: m.Submit, now: Now) -> None:
         if record.digest != digest_of(message.job):
@@ -167,7 +176,8 @@ class Machine:
             error = ProtocolError("No chunk of this job ended there.", field="tokens")
             self.jobs.tell(route, words.error(error, None))
             return
-        self.jobs.read_from(record, Reading(route, message.credit, piece, message.next_seq))
+        credit = None if message.credit is None else message.next_seq + message.credit
+        self.jobs.read_from(record, Reading(route, credit, piece, message.next_seq))
 
     def _give_credit(self, route: bytes, message: m.GiveCredit, _now: Now) -> None:
         record = self._known(route, message.id)
@@ -176,7 +186,7 @@ class Machine:
             self.jobs.outboxes.mark(record)
 
     def _ack(self, _route: bytes, message: m.Ack, _now: Now) -> None:
-        self.jobs.forget(message.id)
+        self.jobs.acknowledge(message.id)
 
     def _status(self, route: bytes, message: m.Status, now: Now) -> None:
         if message.id is not None:
@@ -215,8 +225,9 @@ class Machine:
     def _orphan(self, record: Record, now: Now, after_s: float) -> None:
         if record.phase is Phase.ENDED or record.finish:
             return
+        record.orphan_until = now.mono + after_s
         if after_s > 0:
-            self._set_timer(now.mono + after_s, "orphan", record)
+            self._timers.set(record.orphan_until, "orphan", record)
             return
         self.jobs.counters["orphans_cancelled"] += 1
         self.cancel(record, None, now)
@@ -231,40 +242,39 @@ class Machine:
         self._last_turn = now.mono
         while self.jobs.flooders:
             self.jobs.counters["flooders_dropped"] += 1
-            self.on_client_gone(self.jobs.flooders.pop(), now)
+            self.on_client_gone(self.jobs.flooders.popitem()[0], now)
         self.back.check_liveness(now)
-        while self._timers and self._timers[0][0] <= now.mono:
-            _, _, kind, record = heapq.heappop(self._timers)
+        for kind, record in self._timers.due(now.mono):
             self._ring(kind, record, now)
         self.jobs.expire(now)
         if now.mono >= self._next_beat:
             self._next_beat = now.mono + self.settings.beat_s
             self._beat()
-        if self._drain_at is not None and now.mono >= self._drain_at and self.jobs.gate.slot is not None:
-            self._stop_running(self.jobs.gate.slot, now)
-        if not self.draining:
+            # Some may have been read to their end since.
+            self.jobs.trim()
+        if self.draining:
+            self._go_on_draining(now)
+        else:
             self.back.dispatch(now)
 
     def next_wake(self) -> float:
         """The monotonic time at which `tick` has something to do even if nothing happens."""
-        moments = [self._next_beat, self.back.next_check()]
-        if self._timers:
-            moments.append(self._timers[0][0])
+        moments = [self._next_beat, self.back.next_check(), self._timers.next()]
         if self._drain_at is not None:
             moments.append(self._drain_at)
+        if self._goodbye_at is not None and not self._goodbye_over:
+            moments.append(self._goodbye_at)
         retry = self.jobs.outboxes.next_retry()
         if retry is not None:
             moments.append(retry)
         return min(moments)
 
-    def _set_timer(self, at: float, kind: str, record: Record) -> None:
-        heapq.heappush(self._timers, (at, next(self._timer_ids), kind, record))
-
     def _ring(self, kind: str, record: Record, now: Now) -> None:
-        if record.phase is Phase.ENDED or (kind == "ttl" and record.phase is not Phase.WAITING):
+        if kind == "ttl" and record.phase is not Phase.WAITING:
             return
         if kind == "orphan":
-            if record.reading.route is None:
+            # The reader may have come back and left again since this timer was set.
+            if record.reading.route is None and record.orphan_until <= now.mono:
                 self._orphan(record, now, 0.0)
             return
         self.cancel(record, words.expired(record, kind), now)
@@ -272,24 +282,23 @@ class Machine:
     def _beat(self) -> None:
         self.back.beat()
         wanted = self._progress_wanted()
-        waiting = sum(record.phase is Phase.WAITING for record, _ in wanted)
+        waiting = {record.id for record, _ in wanted if record.phase is Phase.WAITING}
         positions: dict[bytes, int] = {}
         for position, record in self.jobs.gate.positions():
-            if len(positions) == waiting:
+            if len(positions) == len(waiting):
                 break
-            if record.reading.route in self.jobs.outboxes.clients:
+            if record.id in waiting:
                 positions[record.id] = position
         for record, route in wanted:
             self.jobs.tell(route, self.back.progress_of(record, positions.get(record.id, 0)))
 
     def _progress_wanted(self) -> list[tuple[Record, bytes]]:
-        return [
-            (record, route)
-            for route, client in self.jobs.outboxes.clients.items()
-            if not client.queue
-            for record in list(client.jobs.values())[:PROGRESS_JOBS]
-            if record.phase is not Phase.ENDED
-        ]
+        wanted: list[tuple[Record, bytes]] = []
+        for route, client in self.jobs.outboxes.clients.items():
+            if not client.queue:
+                open_jobs = (record for record in client.jobs.values() if record.phase is not Phase.ENDED)
+                wanted += ((record, route) for record in islice(open_jobs, PROGRESS_JOBS))
+        return wanted
 
     # --- drain
 
@@ -307,8 +316,21 @@ class Machine:
 
     @property
     def drained(self) -> bool:
-        """True once nothing runs, nothing waits and everything was said."""
-        return self.draining and self.jobs.gate.slot is None and not self.jobs.outboxes.pending
+        """True once nothing runs or waits, and everything was said or its readers had their time."""
+        if not self.draining or self.jobs.gate.slot is not None:
+            return False
+        outboxes = self.jobs.outboxes
+        # A reader without credit has nothing pending, but its last word is still to come.
+        return self._goodbye_over or not (outboxes.pending or any(c.jobs for c in outboxes.clients.values()))
+
+    def _go_on_draining(self, now: Now) -> None:
+        slot = self.jobs.gate.slot
+        if slot is None:
+            self._drain_at = None
+            self._goodbye_at = self._goodbye_at or now.mono + GOODBYE_S
+            self._goodbye_over = now.mono >= self._goodbye_at
+        elif self._drain_at is not None and now.mono >= self._drain_at:
+            self._stop_running(slot, now)
 
     def _stop_running(self, record: Record, now: Now) -> None:
         self._drain_at = now.mono + LAST_GRACE_S

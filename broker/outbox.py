@@ -72,6 +72,9 @@ class Outboxes:
         reading = record.reading
         if reading.route is None or reading.queued or reading.last_word_sent:
             return
+        if record.answer is None and record.last_word is None:
+            # A marker queued before there is anything to deliver would let a chunk overtake STARTED.
+            return
         reading.queued = True
         self._client(reading.route).queue.append(record)
         self.pending[reading.route] = None

@@ -13,6 +13,10 @@ from mtplx.messages import Chunk, Done, Error
 
 # Keeps a coalesced chunk far below the frame limit, even with 20 log-probabilities a token.
 MAX_CHUNK_TOKENS: Final = 4096
+# What a kept answer costs in CPython, measured; text counts twice, for DONE has it again.
+PIECE_BYTES: Final = 220
+TOKEN_BYTES: Final = 36
+LOGPROB_BYTES: Final = 124
 
 
 class Now(NamedTuple):
@@ -43,7 +47,9 @@ class Answer:
         """Append *piece*, which begins where the answer ends."""
         self.pieces.append(piece)
         self.tokens += len(piece.ids)
-        self.nbytes += 8 * len(piece.ids) + len(piece.text) + 64
+        self.nbytes += PIECE_BYTES + TOKEN_BYTES * len(piece.ids) + 2 * len(piece.text)
+        if piece.logprobs is not None:
+            self.nbytes += LOGPROB_BYTES * sum(map(len, piece.logprobs))
 
     def text(self) -> str:
         """The whole text so far."""
@@ -95,6 +101,7 @@ class Record:
 
     body: the job as submitted, dropped when the job has ended. size: bytes it is charged with in the line.
     checked: the generation of worker whose limits it was checked against, 0 for none.
+    orphan_until: when its producer, gone now, must be back.
     cancel_reason: the last word of a running job that is being ended by the broker, not by its producer.
     """
 
@@ -109,6 +116,7 @@ class Record:
     finish: bool
     headers: dict[str, str] | None
     checked: int = 0
+    orphan_until: float = 0.0
     phase: Phase = Phase.WAITING
     run: Run | None = None
     answer: Answer | None = None
@@ -124,6 +132,11 @@ class Record:
     def tokens(self) -> int:
         """Tokens of the answer so far."""
         return self.answer.tokens if self.answer else 0
+
+    @property
+    def unread(self) -> bool:
+        """True while somebody is still to be told the last word."""
+        return self.reading.route is not None and not self.reading.last_word_sent
 
     @property
     def kept_bytes(self) -> int:

@@ -38,7 +38,7 @@ from broker.admission import Moment
 
 # A collector that does not answer costs an export thread this long, and the exit CLOSE_S.
 EXPORT_TIMEOUT_S: Final = 1.0
-CLOSE_S: Final = 1.5
+CLOSE_S: Final = 1.0
 
 
 @dataclass(slots=True)

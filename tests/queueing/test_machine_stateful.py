@@ -1,0 +1,319 @@
+"""Whatever producers, workers, readers and clocks do, in any order: the promises of the queue hold."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from queueing.model import CheckedRig, Fact, View
+from queueing.rig import BEATS, body, job_id
+
+from broker.moves import Phase
+from mtplx import messages as m
+from mtplx.errors import ProtocolError
+
+PICK = st.integers(0, 1000)
+CREDIT = st.sampled_from([None, None, 0, 1, 3])
+LIMIT_MS = st.sampled_from([None, None, None, 500, 5_000, 10**15])
+
+
+class Queue(RuleBasedStateMachine):
+    """The machine under everything that can happen to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rig = CheckedRig(
+            queue_jobs=5,
+            queue_bytes=4000,
+            max_job_bytes=2000,
+            orphan_s=6.0,
+            dead_s=10.0,
+            stall_s=20.0,
+            retain_s=1e9,
+        )
+        self.routes = [b"p0", b"p1", b"p2"]
+        self.names = 3
+        self.workers = 0
+
+    # --- producers
+
+    def client(self, pick: int) -> bytes:
+        return self.routes[pick % len(self.routes)]
+
+    def any_job(self, pick: int) -> bytes | None:
+        known = [job for job, fact in self.rig.facts.items() if fact.admit_seq is not None]
+        return known[-1 - pick % min(len(known), 8)] if known else None
+
+    def tell(self, route: bytes, message: m.Message) -> None:
+        self.rig.machine.on_client(route, message, self.rig.now())
+
+    @rule(
+        who=PICK,
+        credit=CREDIT,
+        deadline=LIMIT_MS,
+        ttl=LIMIT_MS,
+        finish=st.booleans(),
+        size=st.sampled_from([1, 1, 1, 900, 1990, 3000]),
+    )
+    def submit(self, who, credit, deadline, ttl, finish, size):
+        job, route = job_id(len(self.rig.facts)), self.client(who)
+        content = body(prompt="x" * size)
+        fact = self.rig.facts[job] = Fact(content)
+        self.tell(route, m.Submit(job, content, credit, deadline, ttl, finish))
+        record = self.rig.jobs.records.get(job)
+        if record is not None:
+            fact.admit_seq, fact.view = record.admit_seq, View(route)
+        self.turn()
+
+    @rule(who=PICK, bad=st.sampled_from([{"prompt": ""}, {"token_ids": [5, 4000]}, {"prompt": "x", "top_p": 7}]))
+    def submit_badly(self, who, bad):
+        job, route = job_id(len(self.rig.facts)), self.client(who)
+        fact = self.rig.facts[job] = Fact(body(**bad))
+        self.tell(route, m.Submit(job, fact.body))
+        record = self.rig.jobs.records.get(job)
+        if record is not None:
+            assert self.rig.back.limits is None
+            fact.admit_seq, fact.view = record.admit_seq, View(route)
+        self.turn()
+
+    @rule(who=PICK, which=PICK, credit=CREDIT, same=st.booleans())
+    def submit_again(self, who, which, credit, same):
+        job, route = self.any_job(which), self.client(who)
+        if job is None:
+            return
+        fact = self.rig.facts[job]
+        self.tell(route, m.Submit(job, fact.body if same else body(prompt="other"), credit))
+        record = self.rig.jobs.records.get(job)
+        if record is not None and same and fact.view.route != route:
+            fact.view = View(route)
+        self.turn()
+
+    @rule(who=PICK, which=PICK)
+    def cancel(self, who, which):
+        job = self.any_job(which)
+        if job is not None:
+            self.tell(self.client(who), m.Cancel(job))
+            self.turn()
+
+    @rule(who=PICK, which=PICK, credit=CREDIT)
+    def resume(self, who, which, credit):
+        job, route = self.any_job(which), self.client(who)
+        if job is None:
+            return
+        old = self.rig.facts[job].view
+        self.tell(route, m.Resume(job, old.next_seq, old.tokens, credit))
+        self.rig.facts[job].view = View(route, old.next_seq, old.tokens)
+        self.turn()
+
+    @rule(which=PICK, more=st.integers(0, 3))
+    def give_credit(self, which, more):
+        job = self.any_job(which)
+        if job is not None and self.rig.facts[job].view.route in self.routes:
+            view = self.rig.facts[job].view
+            self.tell(view.route, m.GiveCredit(job, view.next_seq + more))
+            self.turn()
+
+    @rule(who=PICK, bad=st.booleans())
+    def say_something_else(self, who, bad):
+        if bad:
+            fault = ProtocolError("Wrong.", field="n")
+            fault.job_id = self.any_job(who)
+            self.rig.machine.on_bad_frame(self.client(who), fault)
+        else:
+            self.tell(self.client(who), m.Status(jobs=True))
+        self.turn()
+
+    @rule(who=PICK, bye=st.booleans())
+    def leave(self, who, bye):
+        route = self.client(who)
+        self.routes.remove(route)
+        if bye:
+            self.tell(route, m.Bye())
+        self.rig.gone.add(route)
+        self.routes.append(b"p%d" % self.names)
+        self.names += 1
+        self.turn()
+
+    @rule(who=PICK, room=st.sampled_from([None, None, 0, 1, 2]))
+    def read_slowly(self, who, room):
+        route = self.client(who)
+        self.rig.room.pop(route, None)
+        if room is not None:
+            self.rig.room[route] = room
+        self.turn()
+
+    # --- workers
+
+    @rule(again=st.booleans())
+    def worker_comes(self, again):
+        if not again or self.workers == 0:
+            self.workers += 1
+        self.rig.back.on_message(
+            self.worker_route, m.Ready(self.worker_id, 99, "hyper", "h0", "tiny", 1000, 512, {}), self.rig.now()
+        )
+        self.turn()
+
+    @property
+    def worker_route(self) -> bytes:
+        return b"w%d" % self.workers
+
+    @property
+    def worker_id(self) -> bytes:
+        return b"%016d" % self.workers
+
+    def draw(self, route: bytes, run: m.Run, count: int) -> None:
+        fact = self.rig.facts[run.id]
+        first, holds = len(fact.ids), self.rig.holds(route, run)
+        ids = tuple((run.lease * 7 + first + step) % 1000 for step in range(count))
+        text = "".join(f"{token} " for token in ids)
+        if holds:
+            fact.ids += ids
+            fact.texts += [f"{token} " for token in ids]
+        said = m.WorkerChunk(run.id, run.attempt, run.lease, first, count, ids, text)
+        self.rig.back.on_message(route, said, self.rig.now())
+
+    def end(self, route: bytes, run: m.Run, reason: str) -> None:
+        said = m.Final(run.id, run.attempt, run.lease, reason, 3, 0, 16, 0.1, 0.1, "0" * 64, "serial_b1", True, {})
+        self.rig.back.on_message(route, said, self.rig.now())
+
+    @precondition(lambda self: self.rig.all_runs)
+    @rule(count=st.integers(1, 3), turns=st.integers(1, 3))
+    def worker_draws(self, count, turns):
+        route, run = self.rig.all_runs[-1]
+        for _ in range(turns):
+            self.draw(route, run, count)
+            self.turn()
+
+    @precondition(lambda self: self.rig.running)
+    @rule(reason=st.sampled_from(["stop", "length", "cancelled"]))
+    def worker_ends(self, reason):
+        route, run = self.rig.all_runs[-1]
+        if reason == "cancelled" and self.rig.running.phase is not Phase.CANCELLING:
+            reason = "stop"
+        self.end(route, run, reason)
+        self.turn()
+
+    @precondition(lambda self: self.rig.running)
+    @rule(gap=st.booleans())
+    def worker_fails(self, gap):
+        route, run = self.rig.all_runs[-1]
+        if gap:
+            first = len(self.rig.facts[run.id].ids) + 1
+            said = m.WorkerChunk(run.id, run.attempt, run.lease, first, 1, (1,), "no")
+        else:
+            said = m.Fail(run.id, run.attempt, run.lease, "E_NUMERIC", "NaN")
+        self.rig.back.on_message(route, said, self.rig.now())
+        self.turn()
+
+    @precondition(lambda self: len(self.rig.all_runs) > 1)
+    @rule(which=PICK, final=st.booleans())
+    def a_stale_worker_talks(self, which, final):
+        route, run = self.rig.all_runs[which % (len(self.rig.all_runs) - 1)]
+        if final:
+            self.end(route, run, "stop")
+        else:
+            self.draw(route, run, 1)
+        self.turn()
+
+    @precondition(lambda self: self.rig.back.worker)
+    @rule(bye=st.booleans())
+    def worker_dies(self, bye):
+        worker = self.rig.back.worker
+        if bye:
+            self.rig.back.on_message(BEATS, m.WorkerBye(worker.ready.worker_id), self.rig.now())
+        else:
+            self.rig.gone.add(worker.route)
+            self.rig.back.beat()
+        self.turn()
+
+    # --- time
+
+    @rule(seconds=st.sampled_from([0.05, 1.0, 3.0]), beats=st.booleans(), turns=st.integers(1, 5))
+    def time_passes(self, seconds, beats, turns):
+        for _ in range(turns):
+            self.rig.clock.advance(seconds)
+            if beats and self.rig.back.worker is not None:
+                self.rig.beat()
+            self.turn()
+
+    @rule(seconds=st.sampled_from([30.0, 4000.0]))
+    def the_loop_is_away(self, seconds):
+        self.rig.clock.advance(seconds)
+        self.turn()
+
+    @rule(limit=st.sampled_from([0.0, 5.0]), dice=st.integers(0, 9))
+    def drain(self, limit, dice):
+        if dice == 0:
+            self.rig.machine.drain(self.rig.now(), limit)
+            self.turn()
+
+    # --- always
+
+    def turn(self) -> None:
+        self.rig.turn()
+        self.rig.settle()
+
+    @invariant()
+    def the_line_is_bounded_and_in_order(self):
+        line = list(self.rig.gate.line.values())
+        assert len(line) <= 5
+        assert self.rig.gate.line_bytes <= 4000
+        assert [one.admit_seq for one in line] == sorted(one.admit_seq for one in line)
+
+    @invariant()
+    def no_client_is_remembered_that_has_nothing_open(self):
+        for client in self.rig.jobs.outboxes.clients.values():
+            assert client.queue or client.jobs
+
+    def teardown(self):
+        """Nothing waits for ever: once all read and a worker works, every admitted job ends and is told."""
+        rig = self.rig
+        rig.room.clear()
+        for _ in range(400):
+            if not (rig.gate.line or rig.running or rig.jobs.outboxes.clients):
+                break
+            for job, fact in rig.facts.items():
+                if (
+                    fact.view
+                    and not fact.view.ended
+                    and fact.view.route in self.routes
+                    and job in rig.jobs.records
+                ):
+                    self.tell(fact.view.route, m.GiveCredit(job, 10**9))
+            if rig.back.worker is None and not rig.machine.draining:
+                self.worker_comes(again=False)
+            if rig.running is not None and rig.back.worker is not None:
+                self.end(*rig.all_runs[-1], "cancelled" if rig.running.phase is Phase.CANCELLING else "stop")
+            self.turn()
+            # Only as far as the machine asks to be woken: a moment it forgot would stop everything here.
+            rig.clock.advance(max(0.0, rig.machine.next_wake() - rig.clock.seconds))
+            if rig.back.worker is not None:
+                rig.beat()
+        assert not rig.gate.line
+        assert rig.running is None
+        for fact in rig.facts.values():
+            if fact.admit_seq is not None:
+                assert fact.last_word is not None, "an admitted job never ended"
+                heard = fact.view.ended or fact.view.route in rig.gone
+                assert heard or rig.machine.drained, "a reader never heard the last word"
+
+
+QUICK = settings(
+    max_examples=400,
+    stateful_step_count=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def test_the_promises_of_the_queue_hold_whatever_happens():
+    run_state_machine_as_test(Queue, settings=QUICK)
+
+
+@pytest.mark.prove
+def test_the_promises_of_the_queue_hold_whatever_happens_long_form():
+    run_state_machine_as_test(
+        Queue, settings=settings(QUICK, max_examples=5_000, stateful_step_count=100, derandomize=False)
+    )

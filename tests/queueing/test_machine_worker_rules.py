@@ -1,0 +1,317 @@
+"""The machine's promises about the one worker: who is taken, who is lost, and what a lost one can still do."""
+
+import pytest
+from queueing.rig import OTHER_WORKER, WORKER, WORKER_ID, Rig, job_id
+
+from broker.moves import Phase
+from mtplx import messages as m
+from mtplx.errors import ProtocolError
+
+OTHER_ID = b"X" * 16
+
+
+def test_a_worker_is_accepted_with_the_beat_it_must_keep():
+    rig = Rig(beat_s=1.5)
+    rig.ready()
+    assert rig.worker_heard[WORKER] == [m.Accepted(b"B" * 16, 1500)]
+    assert rig.status()["worker"]["state"] == "ready"
+
+
+def test_a_second_worker_is_refused_and_the_first_keeps_its_job():
+    rig = Rig()
+    rig.ready()
+    rig.submit(1)
+    rig.ready(OTHER_WORKER, OTHER_ID, pid=100)
+    refusal = rig.worker_heard[OTHER_WORKER][0]
+    assert (refusal.code, refusal.detail) == ("E_WORKER_EXISTS", {"pid": 99})
+    rig.final()
+    assert rig.last_word(1).outcome == "stop"
+
+
+def test_a_worker_of_another_mode_is_refused_with_both_modes_named():
+    rig = Rig()
+    rig.ready(mode="serial", stage="")
+    refusal = rig.worker_heard[WORKER][0]
+    assert refusal.code == "E_WORKER_MODE"
+    assert refusal.detail == {"broker": "hyper", "worker": "serial"}
+    assert "hyper" in refusal.message
+    assert "serial" in refusal.message
+    assert rig.status()["worker"]["state"] == "absent"
+
+
+@pytest.mark.parametrize("reason", ["exited", "silent", "stalled", "left", "replaced", "broken"])
+def test_a_worker_lost_mid_job_ends_that_job_with_one_retryable_error_and_the_line_goes_on(reason):
+    rig = Rig(dead_s=10.0, stall_s=30.0)
+    rig.ready()
+    rig.submit(1)
+    rig.submit(2)
+    rig.chunk(4, 5)
+    _lose(rig, reason)
+    word = rig.last_word(1)
+    assert (word.code, word.retryable, word.detail["tokens"]) == ("E_WORKER_LOST", True, 2)
+    assert rig.text(1) == "4 5 "
+    assert rig.status()["worker"]["last_loss"] == reason
+    if reason != "replaced":
+        assert rig.status()["worker"]["state"] == "absent"
+        assert rig.running is None
+        rig.ready(OTHER_WORKER, OTHER_ID)
+        rig.final(route=OTHER_WORKER)
+    else:
+        rig.final()
+    assert rig.last_word(2).outcome == "stop"
+
+
+def _lose(rig: Rig, reason: str) -> None:
+    if reason == "exited":
+        rig.gone.add(WORKER)
+        rig.back.beat()
+        rig.turn()
+    elif reason == "silent":
+        rig.wait(10.5, beats=False)
+    elif reason == "stalled":
+        for _ in range(31):
+            rig.wait(1.0, beats=False)
+            if rig.back.worker is not None:
+                rig.beat(progress=False, lease=rig.runs()[0].lease)
+    elif reason == "left":
+        rig.worker_says(m.WorkerBye(WORKER_ID))
+    elif reason == "replaced":
+        rig.ready()
+    elif reason == "broken":
+        rig.back.on_bad_frame(WORKER, ProtocolError("Nonsense.", field="magic"), rig.now())
+        rig.turn()
+
+
+def test_a_beating_worker_without_progress_is_stalled_only_while_a_job_runs():
+    rig = Rig(stall_s=5.0)
+    rig.ready()
+    for _ in range(20):
+        rig.wait(1.0, beats=False)
+        rig.beat(progress=False)
+    assert rig.status()["worker"]["state"] == "ready"
+    rig.submit(1)
+    for _ in range(4):
+        rig.wait(1.0, beats=False)
+        rig.beat(progress=False)
+    assert rig.running is not None
+
+
+def test_beats_during_a_long_prefill_keep_the_job_as_long_as_they_progress():
+    rig = Rig(stall_s=5.0)
+    rig.ready()
+    rig.submit(1)
+    rig.wait(100)
+    assert rig.running.phase is Phase.RUNNING
+
+
+def test_a_cancel_that_the_dying_worker_never_answers_still_ends_as_cancelled():
+    rig = Rig()
+    rig.ready()
+    rig.submit(1)
+    rig.chunk(3)
+    rig.say(b"a", m.Cancel(job_id(1)))
+    rig.worker_says(m.WorkerBye(WORKER_ID))
+    assert (rig.last_word(1).outcome, rig.last_word(1).text) == ("cancelled", "3 ")
+
+
+def test_nothing_a_worker_says_under_an_old_lease_changes_anything():
+    rig = Rig()
+    rig.ready()
+    rig.submit(1)
+    rig.submit(2)
+    old = rig.runs()[0]
+    rig.chunk(1)
+    rig.final()
+    rig.chunk(9, run=old, first=0)
+    rig.chunk(9, run=rig.runs()[1], route=OTHER_WORKER)
+    rig.chunk(9, attempt=2)
+    rig.final(run=old)
+    rig.worker_says(m.Fail(old.id, old.attempt, old.lease, "E_INTERNAL", "late"))
+    assert rig.running.id == job_id(2)
+    assert rig.running.tokens == 0
+    assert rig.status()["counters"]["stale_worker_messages"] == 5
+    rig.final()
+    assert rig.last_word(2).text == ""
+
+
+def test_a_worker_given_up_and_back_is_told_to_start_over_and_cannot_touch_its_old_job():
+    rig = Rig(dead_s=10.0)
+    rig.ready()
+    rig.submit(1)
+    rig.submit(2)
+    old = rig.runs()[0]
+    rig.wait(11, beats=False)
+    rig.chunk(7, run=old, first=0)
+    rig.back.on_message(b"w-beats", m.WorkerBeat(WORKER_ID, 1), rig.now())
+    rig.turn()
+    assert rig.worker_heard[b"w-beats"][-1].code == "E_UNKNOWN_WORKER"
+    assert rig.told(1, m.Chunk) == []
+    rig.ready()
+    assert rig.running.id == job_id(2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"first": 3}, {"first": 0}, {"n": 5}, {"ids": (2**32,)}, {"ids": (1000,)}, {"ids": (), "n": 0, "text": "x"}],
+    ids=["gap", "repeat", "count", "no uint32", "outside the vocabulary", "no token"],
+)
+def test_a_chunk_that_does_not_follow_is_never_passed_on_and_costs_the_worker_its_place(wrong):
+    rig = Rig()
+    rig.ready()
+    rig.submit(1)
+    rig.chunk(1)
+    rig.chunk(2, **wrong)
+    assert rig.last_word(1).code == "E_WORKER_LOST"
+    assert rig.text(1) == "1 "
+    assert rig.status()["worker"]["last_loss"] == "broken"
+
+
+@pytest.mark.parametrize(
+    "speculation",
+    [{"widths": {"wide": 1}}, {"widths": 5}, {"rows_launched": "many"}, {"widths": {"1": 2}, "fork_wins": None}],
+)
+def test_strange_figures_in_a_final_word_do_not_cost_the_job_its_end(speculation):
+    rig = Rig()
+    rig.ready()
+    rig.submit(1)
+    rig.chunk(1)
+    rig.final(speculation=speculation)
+    assert rig.last_word(1).outcome == "stop"
+    assert rig.gate.completed_total == 1
+
+
+def test_a_final_word_with_an_unknown_reason_is_a_broken_worker_and_no_outcome():
+    rig = Rig()
+    rig.ready()
+    rig.submit(1)
+    rig.final("eos")
+    assert rig.last_word(1).code == "E_WORKER_LOST"
+
+
+def test_a_failed_attempt_ends_its_job_with_the_workers_words():
+    rig = Rig()
+    rig.ready()
+    rig.submit(1)
+    rig.fail("E_BAD_JOB", field="prompt", detail={"prompt_tokens": 600, "context": 512})
+    word = rig.last_word(1)
+    assert (word.code, word.field, word.retryable) == ("E_BAD_JOB", "prompt", False)
+    assert rig.back.state == "ready"
+    rig.submit(2)
+    rig.fail("E_FROM_THE_FUTURE")
+    assert rig.last_word(2).code == "E_INTERNAL"
+
+
+def test_after_the_loop_was_away_the_workers_silence_proves_nothing():
+    rig = Rig(beat_s=2.0, dead_s=10.0)
+    rig.ready()
+    rig.submit(1)
+    rig.clock.advance(3600)
+    rig.turn()
+    assert rig.running is not None
+    rig.wait(10.5, beats=False)
+    assert rig.last_word(1).code == "E_WORKER_LOST"
+
+
+def test_an_idle_worker_that_falls_silent_is_lost_and_health_says_so():
+    rig = Rig(dead_s=10.0)
+    rig.ready()
+    rig.wait(11, beats=False)
+    worker = rig.status()["worker"]
+    assert (worker["state"], worker["last_loss"], worker["lost_pid"]) == ("absent", "silent", 99)
+
+
+def test_the_worker_hears_the_broker_on_a_clock():
+    rig = Rig(beat_s=2.0)
+    rig.ready()
+    rig.wait(6)
+    assert sum(isinstance(one, m.BrokerBeat) for one in rig.worker_heard[WORKER]) == 3
+
+
+# --- health
+
+HYPER_FIELDS = {
+    "stage",
+    "admission_cap",
+    "width",
+    "passthrough",
+    "width_executor_installed",
+    "active",
+    "queue_depth",
+    "admitted_total",
+    "completed_total",
+    "failed_total",
+    "abandoned_before_start_total",
+    "queue_wait_s",
+    "run_s",
+    "width_stats",
+}
+WIDTH_FIELDS = {
+    "requests_by_width",
+    "self_spec_rows_launched",
+    "self_spec_rows_committed",
+    "fork_attempts",
+    "fork_wins",
+}
+
+
+def test_health_in_hyper_has_exactly_the_fields_of_the_contract():
+    rig = Rig()
+    rig.ready()
+    for number in range(1, 5):
+        rig.submit(number)
+    rig.say(b"a", m.Cancel(job_id(4)))
+    rig.wait(2)
+    rig.final(speculation={"widths": {"1": 3}})
+    rig.fail()
+    scheduler = rig.status()["scheduler"]
+    assert scheduler["mode"] == "hyper"
+    hyper = scheduler["hyper"]
+    assert set(hyper) == HYPER_FIELDS
+    assert set(hyper["width_stats"]) == WIDTH_FIELDS
+    assert (hyper["stage"], hyper["admission_cap"], hyper["width"]) == ("h0", 1, 1)
+    assert (hyper["passthrough"], hyper["width_executor_installed"]) == ("serial_b1", False)
+    assert (hyper["active"], hyper["queue_depth"], hyper["admitted_total"]) == (1, 0, 4)
+    assert (hyper["completed_total"], hyper["failed_total"], hyper["abandoned_before_start_total"]) == (1, 1, 1)
+    for name in ("queue_wait_s", "run_s"):
+        assert set(hyper[name]) == {"count", "mean", "p50", "p95", "max"}
+    assert (hyper["queue_wait_s"]["count"], hyper["queue_wait_s"]["max"]) == (3, 2.0)
+    assert hyper["width_stats"]["requests_by_width"] == {"1": 1}
+
+
+def test_health_in_serial_names_the_mode_and_has_no_hyper_block():
+    rig = Rig(scheduler_mode="serial")
+    assert rig.status()["scheduler"] == {"mode": "serial"}
+
+
+def test_health_before_any_job_or_worker_has_no_waits_and_an_absent_worker():
+    rig = Rig()
+    report = rig.status()
+    assert report["worker"] == {"state": "absent"}
+    assert report["scheduler"]["hyper"]["run_s"] == {
+        "count": 0,
+        "mean": None,
+        "p50": None,
+        "p95": None,
+        "max": None,
+    }
+    assert (report["line"]["depth"], report["line"]["limit_jobs"]) == (0, 1000)
+    assert report["broker"]["draining"] is False
+
+
+def test_status_of_one_job_and_of_all_tells_states_and_never_the_text():
+    rig = Rig()
+    rig.ready()
+    for number in range(1, 5):
+        rig.submit(number)
+    rig.chunk(1)
+    rig.final()
+    listed = rig.say(b"ops", m.Status(jobs=True))[-1].status["jobs"]
+    assert [(one["id"], one["state"]) for one in listed] == [
+        (job_id(2).hex(), "running"),
+        (job_id(3).hex(), "waiting"),
+        (job_id(4).hex(), "waiting"),
+        (job_id(1).hex(), "ended"),
+    ]
+    assert (listed[2]["position"], listed[3]["outcome"], listed[3]["tokens"]) == (2, "stop", 1)
+    assert rig.say(b"ops", m.Status(id=job_id(3)))[-1].status["position"] == 1
+    assert rig.say(b"ops", m.Status(id=job_id(9)))[-1].code == "E_UNKNOWN_JOB"

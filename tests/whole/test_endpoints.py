@@ -1,0 +1,157 @@
+"""Who may hold the endpoints, what is refused before anything is bound, and peers that come back."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from whole.harness import ROOT, check_stream, environment, service
+
+from mtplx import messages as m
+
+
+def run_broker(*flags: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    """Start a broker that is expected to refuse at once."""
+    command = [sys.executable, "-P", "-m", "broker", *flags]
+    return subprocess.run(
+        command, env=env or environment(), capture_output=True, text=True, timeout=20, cwd=ROOT, check=False
+    )
+
+
+def test_a_second_broker_on_the_same_path_exits_and_the_first_goes_on():
+    with service() as broker:
+        second = broker.start_broker()
+        assert second.ended() == 4
+        assert f"process {broker.broker.pid}" in second.said()
+        broker.answers().socket.close()
+
+
+def test_after_kill_9_the_next_broker_takes_the_path_at_once():
+    with service() as broker:
+        broker.broker.send(signal.SIGKILL)
+        broker.broker.ended()
+        assert (broker.run / "front.sock").exists()
+        broker.start_broker()
+        broker.worker()
+        producer = broker.answers()
+        assert producer.last_word(producer.submit(script={"tokens": 2})).outcome == "stop"
+
+
+def test_a_file_of_somebody_else_at_the_path_is_refused_and_left_alone(tmp_path):
+    run = Path(os.path.realpath(tmp_path))
+    run.chmod(0o700)
+    foreign = run / "front.sock"
+    foreign.write_text("precious")
+    refused = run_broker("--run-dir", str(run), "--back", f"ipc://{run}/b.sock")
+    assert refused.returncode == 2
+    assert f"{foreign} exists and is no socket of yours" in refused.stderr
+    assert foreign.read_text() == "precious"
+
+
+@pytest.mark.parametrize("make", ["link", "folder"])
+def test_a_lock_that_is_no_plain_file_is_refused_in_a_sentence(tmp_path, make):
+    tmp_path.chmod(0o700)
+    lock = tmp_path / "front.sock.lock"
+    if make == "link":
+        lock.symlink_to(tmp_path / "elsewhere")
+    else:
+        lock.mkdir()
+    refused = run_broker("--run-dir", str(tmp_path))
+    assert (refused.returncode, "front.sock.lock" in refused.stderr) == (2, True)
+    assert "Traceback" not in refused.stderr
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_path_too_long_for_a_socket_is_refused_with_both_lengths(tmp_path):
+    run = tmp_path / ("x" * 100)
+    refused = run_broker("--run-dir", str(run))
+    assert refused.returncode == 2
+    assert "103" in refused.stderr
+    assert "--run-dir" in refused.stderr
+    assert not run.exists()
+
+
+def test_the_folder_is_made_private_and_one_open_to_others_is_refused(tmp_path):
+    with service(run=tmp_path / "run") as broker:
+        assert stat.S_IMODE(broker.run.stat().st_mode) == 0o700
+        assert stat.S_IMODE((broker.run / "front.sock").stat().st_mode) & 0o077 == 0
+    open_folder = tmp_path / "open"
+    open_folder.mkdir()
+    open_folder.chmod(0o755)
+    refused = run_broker("--run-dir", str(open_folder))
+    assert refused.returncode == 2
+    assert f"chmod 700 {open_folder}" in refused.stderr
+
+
+def test_a_client_that_comes_back_on_a_new_connection_takes_its_stream_up_where_it_was():
+    with service() as broker:
+        broker.worker()
+        first = broker.producer()
+        job = first.submit(script={"tokens": 200, "token_s": 0.005})
+        chunk = first.expect(m.Chunk, job)
+        first.drain()
+        chunks = [one for one in first.about(job) if isinstance(one, m.Chunk)]
+        first.socket.close()
+        second = broker.producer()
+        second.log += first.log
+        second.say(m.Resume(job, len(chunks), sum(one.n for one in chunks)))
+        assert second.last_word(job).outcome == "stop"
+        assert check_stream(second, job).usage["completion_tokens"] == 200
+        assert chunk.seq == 0
+
+
+def test_a_client_that_always_submits_twice_gets_each_job_run_once():
+    with service() as broker:
+        worker = broker.worker()
+        producer = broker.producer()
+        jobs = []
+        for _ in range(20):
+            job = producer.submit(script={"tokens": 2})
+            producer.submit(job, script={"tokens": 2})
+            jobs.append(job)
+        for job in jobs:
+            producer.last_word(job)
+        producer.health()
+        assert len(worker.events("run")) == 20
+
+
+# --- what hyper refuses at start, before it binds anything
+
+REFUSED = [
+    (("--max-active-requests", "2"), ("--max-active-requests 2", "one request")),
+    (("--decode-batch-max", "4"), ("--decode-batch-max 4", "one request")),
+    (("--batch-wait-ms", "5"), ("--batch-wait-ms 5", "no gather window")),
+    (("--batching-preset", "agent"), ("--batching-preset agent", "batches several")),
+    (("--batching-preset", "throughput"), ("--batching-preset throughput", "batches several")),
+    (("--scheduler-mode", "batched"), ("scheduler-mode", "serial, hyper")),
+    (("--front", "tcp://0.0.0.0:5555"), ("--front tcp://0.0.0.0:5555", "leaves this machine")),
+    (("--beat-s", "6"), ("--dead-s", "--beat-s")),
+    (("--queue-jobs", "0"), ("--queue-jobs", "above 0")),
+]
+
+
+@pytest.mark.parametrize(("flags", "words"), REFUSED, ids=[" ".join(flags) for flags, _ in REFUSED])
+def test_a_setting_that_cannot_be_is_refused_with_exit_code_2_and_a_sentence(tmp_path, flags, words):
+    refused = run_broker("--run-dir", str(tmp_path / "r"), *flags)
+    assert refused.returncode == 2, refused.stderr
+    for word in words:
+        assert word in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    assert not (tmp_path / "r").exists()
+
+
+def test_an_unknown_variable_is_refused_and_a_known_one_counts(tmp_path):
+    run = ("--run-dir", str(tmp_path / "r"))
+    assert run_broker(*run, env=environment(MTPLX_SPEED="9")).returncode == 2
+    refused = run_broker(*run, env=environment(MTPLX_MAX_ACTIVE_REQUESTS="3"))
+    assert (refused.returncode, "refused in hyper mode" in refused.stderr) == (2, True)
+
+
+def test_in_serial_mode_the_same_flags_are_taken_with_one_warning():
+    flags = ("--scheduler-mode", "serial", "--max-active-requests", "4", "--batching-preset", "agent")
+    with service(*flags) as broker:
+        assert broker.answers().health()["scheduler"] == {"mode": "serial"}
+        assert broker.broker.said().count("do nothing in serial mode") == 1

@@ -1,0 +1,79 @@
+"""SIGTERM: within a limit, with a last word for everybody, and exit code 0."""
+
+import signal
+import time
+
+from whole.harness import check_stream, service, stop
+
+from mtplx import messages as m
+
+SLOW = {"tokens": 100_000, "token_s": 0.01}
+
+
+def test_sigterm_with_one_running_five_queued_and_two_dead_clients_ends_in_time():
+    with service("--drain-s", "2") as broker:
+        worker = broker.worker()
+        runner, dead, alive = broker.producer(), [broker.producer() for _ in range(2)], broker.producer()
+        long = runner.submit(script=SLOW)
+        worker.wait_for("run")
+        for producer in dead:
+            producer.submit(script={"tokens": 1})
+            producer.expect(m.Admitted)
+        queued = [alive.submit(script={"tokens": 1}) for _ in range(3)]
+        for job in queued:
+            alive.expect(m.Admitted, job)
+        for producer in dead:
+            producer.socket.close()
+        assert stop(broker.broker) < 2 + 3 + 2
+        assert runner.last_word(long).code == "E_DRAINING"
+        check_stream(runner, long)
+        for job in queued:
+            assert alive.last_word(job).code == "E_DRAINING"
+            check_stream(alive, job)
+        assert any(isinstance(one, m.Draining) for _, one in alive.log)
+        assert worker.wait_for("quiet")
+
+
+def test_a_running_job_that_can_end_within_the_limit_does():
+    with service("--drain-s", "20") as broker:
+        broker.worker()
+        producer = broker.producer()
+        job = producer.submit(script={"tokens": 100, "token_s": 0.01})
+        producer.expect(m.Chunk, job)
+        began = time.monotonic()
+        broker.broker.send(signal.SIGTERM)
+        producer.expect(m.Draining)
+        late = producer.submit(script={"tokens": 1})
+        assert producer.last_word(late).code == "E_DRAINING"
+        assert producer.last_word(job).outcome == "stop"
+        assert broker.broker.ended() == 0
+        assert time.monotonic() - began < 6
+        check_stream(producer, job)
+
+
+def test_a_second_signal_does_not_wait_for_the_job():
+    with service("--drain-s", "60") as broker:
+        worker = broker.worker()
+        producer = broker.producer()
+        job = producer.submit(script=SLOW)
+        producer.expect(m.Chunk, job)
+        broker.broker.send(signal.SIGINT)
+        worker.wait_for("cancel", 0)
+        producer.expect(m.Draining)
+        broker.broker.send(signal.SIGINT)
+        assert producer.last_word(job, limit=5).code == "E_DRAINING"
+        assert broker.broker.ended(8) == 0
+
+
+def test_an_idle_broker_stops_at_once():
+    with service() as broker:
+        assert stop(broker.broker) < 2
+
+
+def test_a_reader_that_never_reads_does_not_hold_the_exit_beyond_the_limit():
+    with service("--drain-s", "1") as broker:
+        broker.worker()
+        silent, other = broker.producer(RCVHWM=1, RCVBUF=4096), broker.producer()
+        silent.submit(script={"tokens": 20_000}, credit=5)
+        assert other.last_word(other.submit(script={"tokens": 1})).outcome == "stop"
+        assert stop(broker.broker) < 5

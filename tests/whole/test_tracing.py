@@ -1,0 +1,170 @@
+"""Spans as a collector gets them: one trace from the producer on, ended on every outcome, and never in the way."""
+
+import json
+import signal
+import socket
+import statistics
+import time
+
+import pytest
+from whole.collector import Collector
+from whole.harness import service, stop
+
+from mtplx import messages as m
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+SLOW = {"tokens": 100_000, "token_s": 0.01}
+PROMPT = "a-very-secret-prompt"
+
+
+def test_every_outcome_ends_its_spans_in_the_producers_trace_without_the_prompt():
+    with Collector() as collector, service("--otlp-endpoint", collector.url, "--queue-jobs", "2") as broker:
+        worker, producer = broker.worker(), broker.producer()
+        headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "a=b"}
+        done = producer.submit(script={"tokens": 3}, prompt=PROMPT, h=headers)
+        producer.last_word(done)
+        killed = producer.submit(script=SLOW, prompt=PROMPT, h=headers)
+        producer.expect(m.Chunk, killed)
+        waiting = producer.submit(script=SLOW, prompt=PROMPT, h=headers)
+        producer.say(m.Cancel(waiting))
+        producer.last_word(waiting)
+        queued = [producer.submit(script={"tokens": 2}, prompt=PROMPT, h=headers) for _ in range(2)]
+        refused = producer.submit(prompt=PROMPT, h=headers)
+        producer.last_word(refused)
+        worker.send(signal.SIGKILL)
+        producer.last_word(killed)
+        broker.worker()
+        for job in queued:
+            producer.last_word(job)
+        stop(broker.broker)
+        assert {one.trace for one in collector.spans} == {TRACE}
+        assert all(one.end >= one.begin > 1e18 for one in collector.spans)
+        _check_done(collector.of(done))
+        cancelled = collector.of(waiting)
+        assert set(cancelled) == {"process", "queue"}
+        assert cancelled["process"].attributes["mtplx.outcome"] == "cancelled"
+        lost = collector.of(killed)
+        assert set(lost) == {"process", "queue", "text_completion"}
+        assert lost["process"].events == ["mtplx.worker_lost"]
+        assert (
+            lost["process"].attributes["error.type"]
+            == lost["text_completion"].attributes["error.type"]
+            == "E_WORKER_LOST"
+        )
+        assert lost["process"].failed
+        assert lost["text_completion"].failed
+        full = collector.of(refused)
+        assert set(full) == {"process"}
+        assert (full["process"].begin, full["process"].attributes["error.type"]) == (
+            full["process"].end,
+            "E_QUEUE_FULL",
+        )
+        assert PROMPT.encode() not in collector.raw
+        assert b"0 1 2" not in collector.raw
+
+
+def _check_done(spans):
+    process, queue, chat = spans["process"], spans["queue"], spans["text_completion"]
+    assert (process.name, process.kind, process.parent, process.links) == (
+        "process mtplx.jobs",
+        5,
+        PARENT,
+        [PARENT],
+    )
+    assert (queue.name, queue.kind, queue.begin) == ("queue mtplx.jobs", 1, process.begin)
+    assert (chat.name, chat.kind, chat.events) == ("text_completion scripted", 3, ["mtplx.first_token"])
+    assert queue.end == chat.begin
+    assert chat.end == process.end
+    assert chat.attributes["gen_ai.usage.output_tokens"] == 3
+    assert chat.attributes["mtplx.outcome"] == "stop"
+    assert not process.failed
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        None,
+        {},
+        {"traceparent": "nonsense"},
+        {"traceparent": "00-" + "0" * 32 + "-" + "0" * 16 + "-01"},
+        {"traceparent": f"ff-{TRACE}-{PARENT}-01"},
+        {"traceparent": f"00-{TRACE.upper()}-{PARENT}-01", "tracestate": "\x00,=,=" * 500},
+    ],
+)
+def test_an_absent_or_malformed_header_begins_a_trace_of_its_own(headers):
+    with Collector() as collector, service("--otlp-endpoint", collector.url) as broker:
+        broker.worker()
+        producer = broker.producer()
+        job = producer.submit(script={"tokens": 1}, h=headers)
+        assert producer.last_word(job).outcome == "stop"
+        assert "trace_errors" not in producer.health()["counters"]
+        stop(broker.broker)
+        spans = collector.of(job)
+        assert {one.trace for one in spans.values()} != {TRACE}
+        assert len({one.trace for one in spans.values()}) == 1
+        assert spans["process"].parent == ""
+
+
+def test_a_header_that_is_not_sampled_exports_nothing_and_the_job_runs():
+    with Collector() as collector, service("--otlp-endpoint", collector.url) as broker:
+        broker.worker()
+        producer = broker.producer()
+        job = producer.submit(script={"tokens": 1}, h={"traceparent": f"00-{TRACE}-{PARENT}-00"})
+        assert producer.last_word(job).outcome == "stop"
+        stop(broker.broker)
+        assert collector.spans == []
+
+
+def test_the_endpoint_may_come_from_the_usual_variable_and_spans_from_a_file(tmp_path):
+    trace_file = tmp_path / "spans.jsonl"
+    with service("--trace-file", str(trace_file)) as broker:
+        broker.worker()
+        producer = broker.producer()
+        producer.last_word(producer.submit(script={"tokens": 1}, prompt=PROMPT))
+        stop(broker.broker)
+    text = trace_file.read_text()
+    assert [json.loads(line) for line in text.splitlines()]
+    assert "process mtplx.jobs" in text
+    assert PROMPT not in text
+
+
+def test_a_trace_file_that_cannot_be_written_is_refused_at_start(tmp_path):
+    with service() as broker:
+        refused = broker.start_broker(
+            "--trace-file", str(tmp_path / "no" / "such" / "file"), "--run-dir", str(tmp_path / "r")
+        )
+        assert refused.ended() == 2
+        assert "Spans cannot be written" in refused.said()
+
+
+def _nobody() -> str:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{held.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("fault", ["nobody listens", "hang", "refuse"])
+def test_a_dead_collector_delays_neither_jobs_nor_the_exit(fault):
+    jobs = 300
+    with service() as plain:
+        bare = _median_dispatch(plain, jobs)
+        bare_exit = stop(plain.broker)
+    mode = fault if fault in ("hang", "refuse") else "take"
+    with Collector(mode) as collector:
+        url = _nobody() if fault == "nobody listens" else collector.url
+        with service("--otlp-endpoint", url) as broker:
+            traced = _median_dispatch(broker, jobs)
+            assert stop(broker.broker) < bare_exit + 2.0
+    # Building three spans costs well under a millisecond a job; waiting for a collector would cost seconds.
+    assert traced < bare + 0.01
+
+
+def _median_dispatch(broker, jobs: int) -> float:
+    broker.worker()
+    producer = broker.producer()
+    times = []
+    for _ in range(jobs):
+        began = time.monotonic()
+        producer.last_word(producer.submit(script={"tokens": 1}))
+        times.append(time.monotonic() - began)
+    return statistics.median(times)

@@ -1,0 +1,161 @@
+"""The worker dies, hangs, breaks off or comes twice: its job hears of it once, and the line goes on."""
+
+import signal
+import time
+
+import pytest
+import zmq
+from whole.harness import Worker, check_stream, check_worker, service
+
+from mtplx import messages as m
+from mtplx import wire
+
+SLOW = {"tokens": 100_000, "token_s": 0.01}
+
+
+def test_a_worker_killed_mid_job_costs_that_job_one_error_and_the_next_worker_goes_on():
+    with service() as broker:
+        worker, producer, watcher = broker.worker(), broker.producer(), broker.producer()
+        killed, queued = producer.submit(script=SLOW), producer.submit(script={"tokens": 3})
+        producer.expect(m.Chunk, killed)
+        began = time.monotonic()
+        worker.send(signal.SIGKILL)
+        word = producer.last_word(killed)
+        assert time.monotonic() - began < 1.0
+        assert (word.code, word.retryable, word.detail["reason"]) == ("E_WORKER_LOST", True, "ended or crashed")
+        check_stream(producer, killed)
+        health = watcher.health()
+        assert (health["worker"]["state"], health["worker"]["last_loss"]) == ("absent", "exited")
+        assert health["worker"]["lost_pid"] == worker.pid
+        assert health["line"]["depth"] == 1
+        broker.worker()
+        assert producer.last_word(queued).outcome == "stop"
+        assert watcher.health()["worker"]["state"] == "ready"
+
+
+@pytest.mark.parametrize(
+    ("flags", "loss"),
+    [(("--beat-s", "0.2", "--dead-s", "1"), "silent"), (("--beat-s", "0.2", "--stall-s", "1"), "stalled")],
+)
+def test_a_frozen_or_hanging_worker_is_given_up_and_cannot_come_back_into_the_job(flags, loss):
+    with service(*flags) as broker:
+        worker, producer = broker.worker(), broker.producer()
+        script = SLOW if loss == "silent" else {**SLOW, "fault": "hang", "fault_after": 3}
+        frozen, queued = producer.submit(script=script), producer.submit(script={"tokens": 3})
+        producer.expect(m.Chunk, frozen)
+        if loss == "silent":
+            worker.send(signal.SIGSTOP)
+        word = producer.last_word(frozen, limit=5.0)
+        assert word.code == "E_WORKER_LOST"
+        assert producer.health()["worker"]["last_loss"] == loss
+        if loss == "stalled":
+            worker.close()
+        successor = broker.worker()
+        assert producer.last_word(queued).outcome == "stop"
+        if loss == "silent":
+            busy = producer.submit(script=SLOW)
+            successor.wait_for("run", 2)
+            worker.send(signal.SIGCONT)
+            assert worker.ended() == 5, "the old worker is refused, for another one is live"
+            producer.expect(m.Chunk, busy)
+            producer.say(m.Cancel(busy))
+            producer.last_word(busy)
+        for job in (frozen, queued):
+            check_stream(producer, job)
+        check_worker(successor.log)
+
+
+@pytest.mark.parametrize("fault", ["abort", "exit", "gap"])
+def test_a_worker_that_breaks_off_after_five_tokens_is_not_given_the_job_again(fault):
+    with service() as broker:
+        worker, producer = broker.worker(), broker.producer()
+        killer = producer.submit(script={"tokens": 50, "token_s": 0.01, "fault": fault, "fault_after": 5})
+        queued = producer.submit(script={"tokens": 3})
+        word = producer.last_word(killer)
+        check_stream(producer, killer)
+        heard = sum(one.n for one in producer.about(killer) if isinstance(one, m.Chunk))
+        assert (word.code, word.detail["tokens"]) == ("E_WORKER_LOST", heard)
+        # What was still in the dead process's buffers is gone with it.
+        assert 1 <= heard <= 5
+        worker.close()
+        successor = broker.worker()
+        assert producer.last_word(queued).outcome == "stop"
+        assert check_worker(successor.log) == [queued.hex()]
+
+
+def test_a_worker_that_fails_every_job_is_asked_again_and_each_job_hears_it_once():
+    with service() as broker:
+        broker.worker("--fault", "fail", "--fail-code", "E_NUMERIC")
+        producer = broker.producer()
+        jobs = [producer.submit() for _ in range(20)]
+        for job in jobs:
+            assert producer.last_word(job).code == "E_NUMERIC"
+            check_stream(producer, job)
+
+
+def test_a_chunk_of_an_old_lease_reaches_nobody():
+    with service() as broker:
+        broker.worker()
+        producer = broker.producer()
+        producer.last_word(producer.submit(script={"tokens": 2}))
+        job = producer.submit(script={"tokens": 5, "fault": "stale", "fault_after": 2})
+        producer.last_word(job)
+        assert check_stream(producer, job).text == "0 1 2 3 4 "
+        assert producer.health()["counters"]["stale_worker_messages"] == 1
+
+
+def test_a_second_worker_and_one_of_another_mode_are_refused_with_a_reason():
+    with service() as broker:
+        first = broker.worker()
+        second = broker.worker(accepted=False)
+        assert second.ended() == 5
+        assert str(first.pid) in second.said()
+        other = broker.worker("--mode", "serial", accepted=False)
+        assert other.ended() == 5
+        assert "hyper mode and this worker in serial mode" in other.said()
+        producer = broker.producer()
+        assert producer.last_word(producer.submit(script={"tokens": 2})).outcome == "stop"
+
+
+def test_a_worker_that_outlives_its_broker_serves_the_next_one():
+    with service("--beat-s", "0.2", "--dead-s", "2") as broker:
+        worker = broker.worker()
+        broker.broker.send(signal.SIGKILL)
+        broker.broker.ended()
+        broker.start_broker()
+        producer = broker.answers()
+        worker.wait_for("accepted", 2)
+        assert producer.last_word(producer.submit(script={"tokens": 2})).outcome == "stop"
+
+
+def test_a_peer_that_floods_the_workers_endpoint_without_reading_does_not_cut_off_the_worker():
+    with service() as broker:
+        broker.worker()
+        producer = broker.producer()
+        flooder = broker.context.socket(zmq.DEALER)
+        flooder.setsockopt(zmq.RCVHWM, 1)
+        flooder.setsockopt(zmq.RCVBUF, 4096)
+        flooder.setsockopt(zmq.SNDTIMEO, 2000)
+        flooder.linger = 0
+        flooder.connect(broker.back)
+        for _ in range(20_000):
+            flooder.send_multipart([b"MTX\x01", b"\x00", b"x"])
+        job = producer.submit(script={"tokens": 3})
+        assert producer.last_word(job, limit=10).outcome == "stop"
+        assert producer.health()["counters"]["bad_worker_frames"] > 1000
+
+
+def test_a_producer_cannot_speak_as_a_worker():
+    with service() as broker:
+        producer = broker.producer()
+        frames = wire.encode(m.WorkerBye(b"W" * 16))
+        producer.socket.send_multipart(frames)
+        assert producer.expect(m.Error).code == "E_UNKNOWN_KIND"
+
+
+def test_the_worker_is_taken_before_its_first_job_and_waits_without_a_broker(tmp_path):
+    with service() as broker:
+        worker = Worker(broker.back)
+        broker.programs.append(worker)
+        worker.wait_for("accepted")
+        assert not worker.events("run")
