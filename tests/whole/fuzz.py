@@ -40,7 +40,7 @@ BOMBS = [
     b"\x81\xa1k\xdc\xff\xff" + b"\xc0" * 65535,
 ]
 # A body above the limit of a job; rare, since sending them takes all the time.
-LARGE = bytes(4 * 1024**2 + 1)
+LARGE = bytes(1024**2 + 1)
 # Messages that may stay unanswered: they say something of a job, or goodbye.
 ANSWERED = (m.Hello, m.Submit, m.Status, m.Ping)
 # Answers that may be on their way at once; far below what makes a producer a flooder.
