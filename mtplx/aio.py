@@ -72,6 +72,8 @@ class AsyncClient:
         self.endpoint = endpoint_of(endpoint, settings)
         self._session = Session(self.endpoint, client=CLIENT_NAME)
         self._changed = asyncio.Event()
+        # The loop must not keep a dropped client alive.
+        self._weak_turn = weakref.WeakMethod(self._turn)
 
     async def connect(self) -> None:
         """Reach the broker and agree on the protocol; further calls only wait for the same.
@@ -83,10 +85,8 @@ class AsyncClient:
         if self._link is None:
             self._link = Link(self._session)
             self._loop = asyncio.get_running_loop()
-            # The loop must not keep a dropped client alive.
-            turn = weakref.WeakMethod(self._turn)
             for descriptor in self._link.fds:
-                self._loop.add_reader(descriptor, _call, turn)
+                self._loop.add_reader(descriptor, _call, self._weak_turn)
         self._turn()
         try:
             await self._wait(lambda: self._session.welcome is not None, "No broker answers")
@@ -187,7 +187,7 @@ class AsyncClient:
     def _turn(self) -> None:
         """Move everything that can move. Descriptors fire once for many messages, so ask to be called again."""
         if self._link is not None and self._loop is not None and self._link.turn():
-            self._loop.call_soon(self._turn)
+            self._loop.call_soon(_call, self._weak_turn)
             self._changed.set()
 
     def _cancel(self, state: StreamState) -> None:

@@ -113,6 +113,7 @@ class WireError(MtplxError):
         field: str | None = None,
         retry_after_ms: int | None = None,
         detail: dict[str, Any] | None = None,
+        retryable: bool | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -120,12 +121,8 @@ class WireError(MtplxError):
         self.field = field
         self.retry_after_ms = retry_after_ms
         self.detail = detail or {}
-
-    @property
-    def retryable(self) -> bool:
-        """True where the same request may succeed later; False for codes of a newer peer."""
-        known = CODES.get(self.code)
-        return known.retryable if known else False
+        # The peer's word where there is one: it may know codes that this version does not.
+        self.retryable = CODES[code].retryable if retryable is None else retryable
 
 
 class ProtocolError(WireError):

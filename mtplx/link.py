@@ -29,7 +29,9 @@ _WATCHED: Final = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _OPTIONS: Final = {
-    zmq.IMMEDIATE: 1,
+    # With 1, libzmq drops what has arrived and is unread when the connection ends: last words of a
+    # broker that stops. Nothing is queued for a broker that is not there, because `_send` looks at `up`.
+    zmq.IMMEDIATE: 0,
     zmq.LINGER: GOODBYE_MS,
     zmq.RECONNECT_IVL: 100,
     zmq.RECONNECT_IVL_MAX: 3000,
@@ -151,7 +153,7 @@ class Link:
     def _send(self) -> bool:
         moved = False
         outbox = self.session.outbox
-        while outbox or self._encoded:
+        while self.up and (outbox or self._encoded):
             if not self._encoded:
                 self._encoded.append(wire.encode(outbox.popleft()))
             try:

@@ -104,7 +104,7 @@ class ScriptedWorker:
         self.stop()
 
     def stop(self) -> None:
-        """End with BYE, as a worker does on SIGTERM; safe to call twice."""
+        """End with BYE, as a worker does on SIGTERM; safe to call twice, and in a signal handler of `serve`."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -113,10 +113,6 @@ class ScriptedWorker:
         """End without a word, as a process does on SIGKILL."""
         self._farewell = False
         self.stop()
-
-    def ask_stop(self) -> None:
-        """Let `serve` end soon; for signal handlers."""
-        self._stop.set()
 
     def events(self, name: str) -> list[Event]:
         """The logged events of that name, in order."""
@@ -246,18 +242,17 @@ class ScriptedWorker:
 
     def _beat(self) -> None:
         # A connection of its own: sockets belong to one thread, and a busy main thread must not stop the beats.
-        socket = self._dealer()
-        while not self._stop.wait(self._beat_s):
-            if self._mute.is_set():
-                continue
-            phase, lease, done, total = self._now
-            self._try_send(socket, m.WorkerBeat(self.worker_id, self._progress, lease, phase, done, total))
-            while socket.poll(0):
-                answer = wire.decode(socket.recv_multipart(), m.TO_WORKER)
-                if isinstance(answer, m.Error) and answer.code == "E_UNKNOWN_WORKER":
-                    self._note("unknown")
-                    self._unknown.set()
-        socket.close(linger=0)
+        with self._dealer() as socket:
+            while not self._stop.wait(self._beat_s):
+                if self._mute.is_set():
+                    continue
+                phase, lease, done, total = self._now
+                self._try_send(socket, m.WorkerBeat(self.worker_id, self._progress, lease, phase, done, total))
+                while socket.poll(0):
+                    answer = wire.decode(socket.recv_multipart(), m.TO_WORKER)
+                    if isinstance(answer, m.Error) and answer.code == "E_UNKNOWN_WORKER":
+                        self._note("unknown")
+                        self._unknown.set()
 
     # --- one job
 

@@ -195,7 +195,7 @@ class Session:
     def _route(self, job_id: bytes, message: Message) -> None:
         state = self.streams.get(job_id)
         if state is None:
-            self.late += job_id in self._ended and not isinstance(message, Progress)
+            self._unrouted(job_id, message)
             return
         try:
             state.take(message)
@@ -203,6 +203,15 @@ class Session:
             self.give_up(state, error)
         if state.ended:
             self._forget(state)
+
+    def _unrouted(self, job_id: bytes, message: Message) -> None:
+        if job_id not in self._ended or isinstance(message, Progress):
+            return
+        if isinstance(message, Admitted):
+            # Given up while the SUBMIT was on its way.
+            self.outbox.append(Cancel(id=job_id))
+        else:
+            self.late += 1
 
     def _error(self, message: Error) -> None:
         if self.restarted and message.code == "E_UNKNOWN_JOB":

@@ -63,7 +63,7 @@ class Settings:
     back: str = _setting("", "Endpoint for the worker; default in run_dir.")
     queue_jobs: int = _setting(1000, "Jobs that may wait; more are refused with a retry hint.")
     queue_bytes: int = _setting(256 * 1024**2, "Bytes of jobs that may wait.")
-    max_job_bytes: int = _setting(4 * 1024**2, "Largest job taken.")
+    max_job_bytes: int = _setting(1024**2, "Largest job taken; checking one holds the broker up for 0.1 s a MiB.")
     retain_s: float = _setting(600.0, "Seconds a finished job's answer is kept for a reader that comes back.")
     retain_bytes: int = _setting(64 * 1024**2, "Bytes of finished answers kept at most.")
     orphan_s: float = _setting(10.0, "Seconds a job outlives its producer, unless it asked to finish.")

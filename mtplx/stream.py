@@ -112,6 +112,7 @@ def error_of(error: Error) -> WireError:
         field=error.field,
         retry_after_ms=error.retry_after_ms,
         detail=error.detail,
+        retryable=error.retryable,
     )
 
 

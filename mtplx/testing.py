@@ -90,7 +90,7 @@ def main(back: str, log: Path | None, **given: Any) -> None:
     script = Script(**{key: value for key, value in given.items() if key not in about})
     worker = ScriptedWorker(back, script, persona=persona, log_file=log, own_process=True)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: worker.ask_stop())
+        signal.signal(number, lambda *_: worker.stop())
     worker.serve()
     if worker.refused is not None:
         click.echo(f"{worker.refused.code}: {worker.refused.message}", err=True)

@@ -32,13 +32,14 @@ from mtplx.settings import Settings
 from mtplx.stream import Result
 
 START_LIMIT_S: Final = 180.0
-JOBS_LIMIT_S: Final = 180.0
+JOBS_LIMIT_S: Final = 600.0
+PIPE_WIDTH: Final = 110
 PULLED_BY_NAME: Final = next(item.default for item in fields(Settings) if item.name == "model")
 
 PRODUCERS: Final[dict[str, dict[str, Any]]] = {
-    "amber": {"prompt": "Explain why the sky is blue in three sentences.", "max_tokens": 120},
-    "birch": {"prompt": "Write four lines about the sea.", "max_tokens": 80, "temperature": 0.8, "seed": 7},
-    "cedar": {"prompt": "Name five uses of a paper clip.", "max_tokens": 100, "temperature": 0.7, "top_p": 0.9},
+    "amber": {"prompt": "Explain why the sky is blue in three sentences.", "max_tokens": 100},
+    "birch": {"prompt": "Write four lines about the sea.", "max_tokens": 60, "temperature": 0.8, "seed": 7},
+    "cedar": {"prompt": "Name five uses of a paper clip.", "max_tokens": 60, "temperature": 0.7, "top_p": 0.9},
 }
 
 
@@ -80,6 +81,9 @@ def demo(context: click.Context, /, **flags: Any) -> None:
     """Three producers at once on a small real model: one line, one job at a time, streamed back."""
     settings = load_settings(flags, context.obj)
     console = Console()
+    if not console.is_terminal:
+        # A pipe has no width; the table needs some.
+        console.width = PIPE_WIDTH
     if settings.model == PULLED_BY_NAME:
         code = pull_model(settings.model, settings)
         if code:
@@ -195,7 +199,7 @@ def _report(console: Console, producers: list[Producer], health: dict[str, Any],
 
 def _table(producers: list[Producer]) -> Table:
     table = Table(box=None)
-    titles = ("JOB", "ADMITTED AS", "QUEUE WAIT", "PREFILL", "FIRST TOKEN", "TOKENS/S", "FINISH", "TRAJECTORY")
+    titles = ("JOB", "ADMITTED AS", "QUEUE WAIT", "PREFILL", "FIRST TOKEN", "TOKENS/S", "FINISH", "HASH")
     for title in titles:
         table.add_column(title)
     for one in producers:

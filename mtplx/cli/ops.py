@@ -6,13 +6,12 @@ import json
 from typing import Any, Final
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from mtplx.cli.options import connection_options, load_settings
 from mtplx.client import Client
 
 ID_HEX: Final = 32
+_ROW: Final = "{:<32}  {:<10}  {:>8}  {:>11}  {:>6}  {}"
 
 
 @click.command()
@@ -40,13 +39,10 @@ def jobs(context: click.Context, /, as_json: bool, **flags: Any) -> None:
     if as_json:
         click.echo(json.dumps(listed, indent=2))
         return
-    table = Table(box=None)
-    for title in ("ID", "STATE", "POSITION", "ADMITTED AS", "TOKENS", "OUTCOME"):
-        table.add_column(title)
+    click.echo(_ROW.format("ID", "STATE", "POSITION", "ADMITTED AS", "TOKENS", "OUTCOME").rstrip())
     for job in listed["jobs"]:
         shown = (job.get(name, "") for name in ("id", "state", "position", "admit_seq", "tokens", "outcome"))
-        table.add_row(*map(str, shown))
-    Console().print(table)
+        click.echo(_ROW.format(*shown).rstrip())
 
 
 @click.command()

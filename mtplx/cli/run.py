@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -27,7 +28,7 @@ _JOB_OPTIONS: Final[tuple[Callable[[Any], Any], ...]] = (
 )
 
 
-def job_options(command: Any) -> Any:
+def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that become job fields."""
     for option in reversed(_JOB_OPTIONS):
         command = option(command)
@@ -48,7 +49,7 @@ def run(context: click.Context, /, prompt: str, as_json: bool, stats: bool, **gi
     connection = {name: given.pop(name) for name in ("config", *CONNECTION)}
     settings = load_settings(connection, context.obj)
     if prompt == "-":
-        prompt = click.get_text_stream("stdin").read()
+        prompt = sys.stdin.read()
     fields = job_fields(prompt, **given)
     with Client(settings=settings) as client:
         stream = client.submit(**fields)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -28,8 +29,8 @@ MAX_BACKOFF_S: Final = 30.0
 # A worker that ends with one of these would end so again.
 FINAL_CODES: Final = (Exit.SETTINGS, Exit.MODEL_FILES, Exit.LOCKED, Exit.WORKER_REFUSED)
 
-BROKER: Final = (sys.executable, "-P", "-m", "broker")
-# The worker leaves when its stdin ends: a killed `serve` leaves no orphan on the device.
+# Both leave when their stdin ends: a killed `serve` leaves nobody on the endpoints or the device.
+BROKER: Final = (sys.executable, "-P", "-m", "broker", "--exit-with-stdin")
 WORKER: Final = (sys.executable, "-P", "-m", "worker", "--exit-with-stdin")
 
 Child = subprocess.Popen[bytes]
@@ -58,7 +59,7 @@ class Service:
         self._clock = clock
         self._commands = {"broker": broker, "worker": worker}
         self._broker = self._spawn("broker")
-        self._worker: Child | None = self._spawn("worker")
+        self._worker: Child | None = None
         self._client: Client | None = None
         self._backoff_s = 1.0
         self._restart_at = 0.0
@@ -72,8 +73,10 @@ class Service:
             self.exit_code = code if code > 0 else int(Exit.INTERNAL)
             self._say(f"The broker ended by itself ({_ending(code)}); stopping.")
             return
-        self._watch_worker()
         self._ask_health()
+        # A worker must not meet another service's broker.
+        if self._client is not None:
+            self._watch_worker()
 
     def stop(self) -> None:
         """Drain the broker, then end the worker; each is killed where it exceeds its limit."""
@@ -84,8 +87,9 @@ class Service:
         _end(self._broker, self.settings.drain_s + BROKER_GRACE_S, self._hurry)
         if self._worker is not None:
             _end(self._worker, WORKER_GRACE_S, self._hurry)
-            if self._worker.stdin is not None:
-                self._worker.stdin.close()
+        for child in (self._broker, self._worker):
+            if child is not None and child.stdin is not None:
+                child.stdin.close()
 
     def hurry(self) -> None:
         """End a running `stop` early; safe in a signal handler."""
@@ -101,9 +105,11 @@ class Service:
 
     def _spawn(self, name: str) -> Child:
         # Each leads its own group: the terminal's Ctrl-C is for us, who stop them in order.
-        stdin = subprocess.PIPE if name == "worker" else subprocess.DEVNULL
         return subprocess.Popen(
-            self._commands[name], env=self.settings.environment(), stdin=stdin, start_new_session=True
+            self._commands[name],
+            env=self.settings.environment(),
+            stdin=subprocess.PIPE,
+            start_new_session=True,
         )
 
     def _watch_worker(self) -> None:
@@ -175,15 +181,14 @@ def _end(child: Child, limit_s: float, hurry: threading.Event) -> None:
         child.terminate()
     ends, asked_again = time.monotonic() + limit_s, False
     while child.poll() is None:
+        # First: of two signals at once the second may be lost.
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(TURN_S)
         if hurry.is_set() and not asked_again:
             child.terminate()
             asked_again = True
         if time.monotonic() >= ends:
             child.kill()
-        try:
-            child.wait(TURN_S)
-        except subprocess.TimeoutExpired:
-            continue
 
 
 def absolute_model(settings: Settings) -> Settings:

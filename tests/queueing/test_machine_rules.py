@@ -373,7 +373,7 @@ def test_hello_tells_the_limits_and_refuses_versions_it_does_not_speak():
     welcome = rig.say(b"a", m.Hello((1, 2)))[0]
     assert (welcome.version, welcome.boot_id, welcome.beat_ms) == (1, BOOT_ID, 2000)
     assert welcome.limits == {
-        "max_job_bytes": 4 * 1024**2,
+        "max_job_bytes": 1024**2,
         "queue_jobs": 7,
         "queue_bytes": 256 * 1024**2,
         "retain_s": 600,

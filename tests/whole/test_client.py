@@ -25,6 +25,7 @@ from mtplx import (
     SettingsError,
 )
 from mtplx.messages import Bye, Cancel, Chunk, Error, GiveCredit, Hello, Progress, Resume, Submit
+from mtplx.stream import error_of
 from mtplx.wire import unpack_body
 
 TEXT = "".join(WORDS)
@@ -451,3 +452,30 @@ def test_the_endpoint_comes_from_the_settings_and_is_checked(tmp_path: Path) -> 
         assert client.endpoint == f"ipc://{tmp_path}/front.sock"
     with pytest.raises(SettingsError, match="leaves this machine"):
         Client("tcp://192.0.2.1:5555")
+
+
+def test_last_words_of_a_broker_that_left_are_read_later(endpoint: str) -> None:
+    with FakeBroker(endpoint, only_admit) as broker:
+        client = Client(endpoint)
+        stream = client.submit("Hi")
+        broker.say(*chunks(stream.id), done(stream.id))
+    with client:
+        assert stream.result().text == TEXT
+
+
+def test_a_job_admitted_after_it_was_given_up_is_cancelled(client: Client, broker: FakeBroker) -> None:
+    broker.reply = lambda *_: []
+    client.timeout = 0.1
+    with pytest.raises(BrokerUnreachableError):
+        client.submit("Hi")
+    broker.say(broker.admit(broker.wait_for(Submit)))
+    client.timeout = 10
+    while len(broker.of(Cancel)) < 2:
+        client.health()
+
+
+def test_a_code_of_a_newer_broker_keeps_that_brokers_word_on_retrying() -> None:
+    """A program that branches on `retryable` must not depend on the codes its own version knows."""
+    told = error_of(Error(code="E_TOMORROW", message="Come back.", retryable=True))
+
+    assert (told.code, told.retryable) == ("E_TOMORROW", True)

@@ -41,7 +41,7 @@ def test_a_producer_in_node_submits_streams_and_cancels(producer, tmp_path):
     said = {line["said"]: line for line in map(json.loads, result.stdout.splitlines())}
 
     assert said["welcome"]["version"] == 1
-    assert said["welcome"]["limits"]["max_job_bytes"] == 4 * 1024**2
+    assert said["welcome"]["limits"]["max_job_bytes"] == 1024**2
     streamed = said["streamed"]
     ids, texts = answer_of(Job(prompt="the sky is blue"), Script(), 1000)
     assert (streamed["outcome"], streamed["text"], streamed["tokens"]) == ("stop", "".join(texts), 4)

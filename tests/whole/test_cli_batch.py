@@ -1,0 +1,167 @@
+"""`mtplx batch`: order, resumption, retries."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from whole.fake_broker import WORDS, FakeBroker, answer
+from whole.rig import Rig
+
+from mtplx.cli.batch import Batch, read_item
+from mtplx.cli.main import main
+from mtplx.client import Client
+from mtplx.messages import Error, Message, Submit
+
+TEXT = "".join(WORDS)
+
+
+@pytest.fixture(autouse=True)
+def _own_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").touch()
+    monkeypatch.setenv("MTPLX_CONFIG", str(tmp_path / "config.toml"))
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[FakeBroker]:
+    with FakeBroker(f"ipc://{tmp_path}/front.sock") as broker:
+        yield broker
+
+
+class Files:
+    def __init__(self, folder: Path) -> None:
+        self.jobs, self.results = folder / "jobs.jsonl", folder / "results.jsonl"
+
+    def write(self, *jobs: object) -> None:
+        self.jobs.write_text("".join(f"{job if isinstance(job, str) else json.dumps(job)}\n" for job in jobs))
+
+    def run(self, front: str) -> Result:
+        return CliRunner().invoke(main, ["batch", str(self.jobs), "-o", str(self.results), "--front", front])
+
+    def read(self) -> list[dict]:
+        return [json.loads(line) for line in self.results.read_text().splitlines()]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path)
+
+
+def test_results_stand_in_the_order_of_the_jobs_and_carry_their_names(broker: FakeBroker, files: Files) -> None:
+    files.write({"id": "a", "prompt": "one"}, "", *({"prompt": f"job {n}"} for n in range(80)))
+    said = files.run(broker.endpoint)
+    assert (said.exit_code, "81 jobs, 0 failed" in said.stderr) == (0, True)
+    told = files.read()
+    assert [one["line"] for one in told] == [1, *range(3, 83)]
+    assert told[0]["id"] == "a"
+    assert "id" not in told[1]
+    assert {one["result"]["text"] for one in told} == {TEXT}
+
+
+def test_a_bad_line_becomes_an_error_and_the_rest_goes_on(broker: FakeBroker, files: Files) -> None:
+    deep = "[" * 100_000
+    files.write("{", {"prompt": ""}, {"id": 5, "prompt": "x"}, {"prompt": "x" * 5000}, deep, {"prompt": "good"})
+    said = files.run(broker.endpoint)
+    assert (said.exit_code, "6 jobs, 5 failed" in said.stderr) == (1, True)
+    told = files.read()
+    assert [one.get("error", {}).get("field") for one in told] == ["line", "prompt", "id", "body", "line", None]
+    assert told[3]["error"]["code"] == "E_TOO_LARGE"
+    assert told[5]["result"]["text"] == TEXT
+
+
+def test_a_second_run_goes_on_where_the_first_stopped(broker: FakeBroker, files: Files) -> None:
+    files.write({"prompt": "one"}, {"prompt": "two"}, {"prompt": "three"})
+    files.run(broker.endpoint)
+    whole = files.results.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    # Stopped in the middle of the second record.
+    files.results.write_bytes(lines[0] + lines[1][:20])
+    said = files.run(broker.endpoint)
+    assert (said.exit_code, "1 were done before" in said.stderr) == (0, True)
+    assert len(broker.of(Submit)) == 5
+    assert [one["line"] for one in files.read()] == [1, 2, 3]
+    assert "3 were done before" in files.run("ipc:///nowhere.sock").stderr
+
+
+@pytest.mark.parametrize(
+    ("jobs", "sentence"),
+    [
+        ([{"prompt": "one"}, {"prompt": "other"}], "Line 2"),
+        ([{"prompt": "one"}], "more results than jobs"),
+    ],
+)
+def test_a_changed_input_is_refused(broker: FakeBroker, files: Files, jobs: list, sentence: str) -> None:
+    files.write({"prompt": "one"}, {"prompt": "two"})
+    files.run(broker.endpoint)
+    before = files.results.read_bytes()
+    files.write(*jobs)
+    said = files.run(broker.endpoint)
+    assert said.exit_code == 2
+    assert sentence in said.stderr
+    assert files.results.read_bytes() == before
+
+
+def test_a_file_that_holds_no_results_is_refused(broker: FakeBroker, files: Files) -> None:
+    files.write({"prompt": "one"})
+    files.results.write_text("my notes\n")
+    said = files.run(broker.endpoint)
+    assert said.exit_code == 2
+    assert "no result" in said.stderr
+    assert files.results.read_text() == "my notes\n"
+
+
+def failing(code: str, times: int):
+    left = [times]
+
+    def reply(broker: FakeBroker, submit: Submit) -> list[Message]:
+        if not left[0]:
+            return answer(broker, submit)
+        left[0] -= 1
+        refusal = code in ("E_QUEUE_FULL", "E_DRAINING")
+        error = Error(code=code, message="Not now.", retryable=True, id=submit.id, retry_after_ms=20)
+        return [error] if refusal else [broker.admit(submit), error]
+
+    return reply
+
+
+def test_a_lost_worker_is_tried_again_under_a_new_id(broker: FakeBroker, files: Files) -> None:
+    broker.reply = failing("E_WORKER_LOST", 2)
+    files.write({"prompt": "one"})
+    assert files.run(broker.endpoint).exit_code == 0
+    assert len({submit.id for submit in broker.of(Submit)}) == 3
+
+
+def test_after_three_tries_the_error_stands(broker: FakeBroker, files: Files) -> None:
+    broker.reply = failing("E_WORKER_LOST", 9)
+    files.write({"prompt": "one"})
+    assert files.run(broker.endpoint).exit_code == 1
+    assert len(broker.of(Submit)) == 3
+    assert files.read()[0]["error"] == {"code": "E_WORKER_LOST", "message": "Not now.", "retryable": True}
+
+
+def test_a_full_line_is_waited_for_as_long_as_it_says(broker: FakeBroker) -> None:
+    broker.reply = failing("E_QUEUE_FULL", 5)
+    now, slept = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(round(seconds, 3))
+        now[0] += seconds
+
+    with Client(broker.endpoint) as client:
+        items = (read_item(number, b'{"prompt": "x"}') for number in (1, 2))
+        told = list(Batch(client, items, sleep=sleep, clock=lambda: now[0]).results())
+    assert [one["line"] for one in told] == [1, 2]
+    assert all("result" in one for one in told)
+    assert [one for one in slept if one] == [0.02] * 5
+
+
+def test_a_batch_larger_than_the_brokers_line_is_done_in_order(files: Files, tmp_path: Path) -> None:
+    with Rig(tmp_path / "run", "--queue-jobs", "4") as rig:
+        rig.worker()
+        files.write(*({"prompt": f"word{n} and more"} for n in range(60)))
+        said = files.run(rig.front)
+    assert said.exit_code == 0, said.output
+    assert [one["line"] for one in files.read()] == list(range(1, 61))

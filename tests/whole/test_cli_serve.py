@@ -1,0 +1,187 @@
+"""`mtplx serve` with the real broker and scripted workers in place of the real one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mtplx.cli.demo import run_demo
+from mtplx.cli.serve import TURN_S, Service, absolute_model
+from mtplx.client import Client
+from mtplx.errors import JobError
+from mtplx.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 40.0
+
+
+@pytest.fixture(autouse=True)
+def _our_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    return Settings(run_dir=folder, beat_s=0.2, dead_s=1.0, stall_s=1.0, drain_s=2.0)
+
+
+def scripted(settings: Settings, *flags: str) -> tuple[str, ...]:
+    return (sys.executable, "-P", "-m", "mtplx.testing", "--back", settings.endpoint("back"), *flags)
+
+
+@contextlib.contextmanager
+def service(settings: Settings, worker: tuple[str, ...]) -> Iterator[tuple[Service, list[str]]]:
+    said: list[str] = []
+    with Service(settings, say=said.append, worker=worker) as running:
+        yield running, said
+
+
+def turn_until(running: Service, holds: Callable[[], bool]) -> None:
+    ends, pause = time.monotonic() + LIMIT_S, threading.Event()
+    while not holds():
+        assert time.monotonic() < ends, "it did not come to pass"
+        running.turn()
+        pause.wait(TURN_S / 4)
+
+
+def test_it_says_when_the_broker_is_bound_and_when_the_worker_is_ready(settings: Settings) -> None:
+    with service(settings, scripted(settings)) as (running, said):
+        turn_until(running, lambda: running.ready)
+        with Client(settings=settings) as client:
+            assert client.run("one two").finish_reason == "stop"
+    assert said[0].startswith(f"The broker takes jobs at {settings.endpoint('front')}")
+    assert said[1].startswith("The worker is ready with scripted")
+    assert running._broker.returncode == 0
+    assert running._worker is not None
+    assert running._worker.returncode == 0
+
+
+def test_a_worker_that_crashes_is_started_again(settings: Settings) -> None:
+    with service(settings, scripted(settings)) as (running, said):
+        turn_until(running, lambda: running.ready)
+        first = running.health["worker"]["pid"]
+        os.kill(first, signal.SIGKILL)
+        turn_until(running, lambda: not running.ready)
+        turn_until(running, lambda: running.ready)
+        assert running.health["worker"]["pid"] != first
+    assert "The worker ended (SIGKILL); starting it again in 1 s." in said
+
+
+def test_a_stalled_worker_is_killed_and_started_again(settings: Settings) -> None:
+    with service(settings, scripted(settings)) as (running, said):
+        turn_until(running, lambda: running.ready)
+        with Client(settings=settings) as client:
+            client.submit(
+                "x", metadata={"script": '{"tokens": 9, "fault": "hang", "fault_after": 2}'}, finish=True
+            )
+            turn_until(running, lambda: any("is stalled" in line for line in said))
+            turn_until(running, lambda: running.ready)
+            assert client.run("one two").finish_reason == "stop"
+
+
+@pytest.mark.parametrize("code", [2, 3, 5])
+def test_a_worker_that_cannot_run_ends_the_service_with_its_code(settings: Settings, code: int) -> None:
+    with service(settings, (sys.executable, "-c", f"raise SystemExit({code})")) as (running, said):
+        turn_until(running, lambda: running.exit_code is not None)
+    assert running.exit_code == code
+    assert any("cannot run" in line for line in said)
+
+
+def test_a_second_service_on_the_same_folder_ends_with_exit_code_4(settings: Settings) -> None:
+    with service(settings, scripted(settings)) as (first, _):
+        turn_until(first, lambda: first.ready)
+        with service(settings, scripted(settings)) as (second, said):
+            turn_until(second, lambda: second.exit_code is not None)
+        assert second.exit_code == 4
+        assert not any("takes jobs" in line for line in said)
+
+
+def test_a_broker_that_dies_ends_the_service(settings: Settings) -> None:
+    with service(settings, scripted(settings)) as (running, said):
+        turn_until(running, lambda: running.ready)
+        running._broker.kill()
+        turn_until(running, lambda: running.exit_code is not None)
+    assert running.exit_code == 70
+    assert "The broker ended by itself (SIGKILL); stopping." in said
+
+
+SERVE = """
+import sys
+from mtplx.cli.serve import serve_until_told
+from mtplx.settings import Settings
+settings = Settings(run_dir=sys.argv[1], drain_s=float(sys.argv[2]))
+worker = (sys.executable, "-P", "-m", "mtplx.testing", "--back", settings.endpoint("back"))
+sys.exit(serve_until_told(settings, lambda line: print(line, flush=True), worker=worker))
+"""
+
+
+@contextlib.contextmanager
+def serving(settings: Settings, drain_s: float) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", SERVE, str(settings.run_dir), str(drain_s)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        try:
+            assert process.stdout is not None
+            assert "takes jobs" in process.stdout.readline()
+            assert "ready" in process.stdout.readline()
+            yield process
+        finally:
+            process.terminate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_lets_the_running_job_end_and_stops_both(settings: Settings, number: int) -> None:
+    with serving(settings, 20.0) as process, Client(settings=settings) as client:
+        stream = client.submit("x", max_tokens=20, metadata={"script": '{"tokens": 20, "token_s": 0.02}'})
+        next(stream)
+        pids = [client.health()[name]["pid"] for name in ("broker", "worker")]
+        process.send_signal(number)
+        assert len(stream.result().ids) == 20
+        assert process.wait(LIMIT_S) == 0
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_second_signal_ends_the_drain(settings: Settings) -> None:
+    with serving(settings, 300.0) as process, Client(settings=settings) as client:
+        stream = client.submit("x", max_tokens=900, metadata={"script": '{"tokens": 900, "token_s": 0.5}'})
+        next(stream)
+        process.send_signal(signal.SIGINT)
+        assert process.stdout is not None
+        assert "Stopping" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LIMIT_S) == 0
+        with pytest.raises(JobError, match="stopping") as caught:
+            stream.result()
+        assert caught.value.code == "E_DRAINING"
+
+
+def test_a_local_model_is_named_from_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert absolute_model(Settings(model="model")).model == str(tmp_path / "model")
+    assert absolute_model(Settings(model="smollm2-135m")).model == "smollm2-135m"
+
+
+def test_the_demo_checks_itself_and_shows_everything(settings: Settings, tmp_path: Path) -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    console = Console(record=True, width=110, force_terminal=False, quiet=False)
+    folder = tmp_path / "demo"
+    folder.mkdir(mode=0o700)
+    worker = scripted(Settings(run_dir=folder), "--tokens", "12", "--token-s", "0.01")
+    assert run_demo(settings, folder, console, worker=worker) == 0
+    shown = console.export_text()
+    for part in ("amber asked", "FIRST TOKEN", "process mtplx.jobs", "chat scripted", "All checks passed"):
+        assert part in shown
