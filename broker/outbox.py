@@ -16,7 +16,9 @@ from mtplx.messages import Message
 
 # A client that lets this many replies pile up floods without reading; its queue is dropped.
 MAX_REPLIES: Final = 20_000
+# A full pipe is tried again after RETRY_S, then ever later: each try packs up to MAX_CHUNK_TOKENS anew.
 RETRY_S: Final = 0.01
+MAX_RETRY_S: Final = 1.0
 
 
 @dataclass(slots=True)
@@ -27,6 +29,7 @@ class Client:
     queue: deque[Message | Record] = field(default_factory=deque)
     jobs: dict[bytes, Record] = field(default_factory=dict)
     retry_at: float = 0.0
+    retry_s: float = RETRY_S
     # The message on offer and the delivery cursor it moves when it has been sent.
     offer: Message | None = None
     cursor: int | None = None
@@ -119,10 +122,13 @@ class Outboxes:
             client.jobs.pop(head.id, None)
         client.offer = None
         client.retry_at = 0.0
+        client.retry_s = RETRY_S
 
     def blocked(self, route: bytes, now: float) -> None:
         """The client's pipe is full; offer again later."""
-        self.clients[route].retry_at = now + RETRY_S
+        client = self.clients[route]
+        client.retry_at = now + client.retry_s
+        client.retry_s = min(2 * client.retry_s, MAX_RETRY_S)
 
     def drop(self, route: bytes) -> list[Record]:
         """Forget the client; returns the records it was reading."""

@@ -1,5 +1,7 @@
 """The machine's promises to producers, one by one, on a clock moved by hand."""
 
+from itertools import pairwise
+
 import pytest
 from queueing.rig import BOOT_ID, SEED, Rig, body, job_id, sha256_of
 
@@ -344,6 +346,25 @@ def test_a_reader_whose_pipe_is_full_gets_all_of_it_in_order_once_it_reads_again
     kinds = [type(one) for one in rig.heard[b"a"]]
     assert kinds == [m.Admitted, m.Started, m.Chunk, m.Done]
     assert rig.text(1) == rig.last_word(1).text
+
+
+def test_a_reader_that_stays_deaf_is_tried_ever_less_often_but_once_a_second():
+    rig = Rig()
+    rig.ready()
+    rig.deaf.add(b"a")
+    rig.submit(1)
+    rig.chunk(*range(1000))
+    tries = []
+    while rig.clock.seconds < 1020.0:
+        retry = rig.jobs.outboxes.next_retry()
+        rig.clock.advance(max(0.0, retry - rig.clock.seconds))
+        rig.turn()
+        tries.append(rig.clock.seconds)
+    assert len(tries) < 40
+    assert max(after - before for before, after in pairwise(tries)) <= 1.0
+    rig.deaf.clear()
+    rig.wait(1.0)
+    assert rig.told(1, m.Chunk)[0].n == 1000
 
 
 def test_an_error_about_a_malformed_message_never_reads_as_the_last_word_of_an_open_job():
