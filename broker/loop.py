@@ -38,6 +38,13 @@ RETRY_S: Final = 0.01
 GOODBYE_S: Final = 3.0
 
 
+# Plain numbers: pyzmq's enums cost more than the calls they are handed to.
+RECEIVE_NOW: Final = int(zmq.NOBLOCK)
+FIRST_FRAME: Final = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
+MORE_FOLLOWS: Final = int(zmq.SNDMORE)
+MORE: Final = int(zmq.RCVMORE)
+
+
 class Tracer(Protocol):
     """Where the gate's moments go."""
 
@@ -51,6 +58,13 @@ class Tracer(Protocol):
 def now() -> Now:
     """The time, as the machine wants it."""
     return Now(time.monotonic(), time.time_ns())
+
+
+def _frames(socket: zmq.Socket[bytes]) -> list[bytes]:
+    frames = [socket.recv(RECEIVE_NOW)]
+    while socket.get(MORE):
+        frames.append(socket.recv(RECEIVE_NOW))
+    return frames
 
 
 class Loop:
@@ -138,7 +152,7 @@ class Loop:
     def _receive(self, socket: zmq.Socket[bytes], handle: Callable[[bytes, list[bytes]], None]) -> None:
         for _ in range(MAX_PER_TURN):
             try:
-                route, *frames = socket.recv_multipart(zmq.NOBLOCK)
+                route, *frames = _frames(socket)
             except zmq.Again:
                 return
             try:
@@ -220,13 +234,17 @@ class Loop:
     def _try_send(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> bool | None:
         """True when sent, False when the peer is gone, None when its pipe is full."""
         try:
-            socket.send_multipart(frames, zmq.NOBLOCK)
+            # Only the first frame, the routing id, can find a full pipe or no peer.
+            socket.send(frames[0], FIRST_FRAME)
         except zmq.Again:
             return None
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             return False
+        for frame in frames[1:-1]:
+            socket.send(frame, MORE_FOLLOWS)
+        socket.send(frames[-1])
         return True
 
     # --- time and signals

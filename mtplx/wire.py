@@ -81,12 +81,11 @@ def decode(frames: Sequence[bytes], kinds: Mapping[int, type[Message]]) -> Messa
             raise ProtocolError(
                 f"This kind has {wanted} frames after the routing id, not {len(frames)}.", field="frames"
             )
-        values = {item.name: _value(item, header) for item in plan.header}
+        values = _values(plan.read_header, header)
         if plan.raw is not None:
             values[plan.raw] = frames[3]
         elif plan.body:
-            body = _unpack_map(frames[3], "body", MAX_FRAME_BYTES)
-            values.update({item.name: _value(item, body) for item in plan.body})
+            values |= _values(plan.read_body, _unpack_map(frames[3], "body", MAX_FRAME_BYTES))
     except ProtocolError as error:
         told = header.get("id")
         error.job_id = told if type(told) is bytes and len(told) == 16 else None
@@ -109,12 +108,18 @@ def speaks_mtx(frames: Sequence[bytes]) -> bool:
     return any(frame[:3] == MAGIC[:3] for frame in frames[:2])
 
 
+# Name, what reads it, and its default, looked up once for each kind and not for each message.
+_Reading = tuple[str, Callable[[str, Any], Any], Any]
+
+
 class _Plan(NamedTuple):
     kind: bytes
     build: Callable[..., Message]
     header: tuple[Field, ...]
     body: tuple[Field, ...]
     raw: str | None
+    read_header: tuple[_Reading, ...]
+    read_body: tuple[_Reading, ...]
 
 
 _PLANS: dict[type[Message], _Plan] = {}
@@ -130,13 +135,13 @@ def _plan(kind: type[Message]) -> _Plan:
 def _plan_of(kind: type[Message]) -> _Plan:
     known = fields_of(kind)
     raw = next((item.name for item in known if item.wire is Wire.RAW), None)
-    return _Plan(
-        bytes([kind.KIND]),
-        kind,
-        tuple(item for item in known if not item.in_body),
-        tuple(item for item in known if item.in_body and item.wire is not Wire.RAW),
-        raw,
-    )
+    header = tuple(item for item in known if not item.in_body)
+    body = tuple(item for item in known if item.in_body and item.wire is not Wire.RAW)
+    return _Plan(bytes([kind.KIND]), kind, header, body, raw, _readings(header), _readings(body))
+
+
+def _readings(items: tuple[Field, ...]) -> tuple[_Reading, ...]:
+    return tuple((item.name, _READERS[item.wire], item.default) for item in items)
 
 
 def _kind_of(frames: Sequence[bytes], kinds: Mapping[int, type[Message]]) -> type[Message]:
@@ -193,15 +198,16 @@ def _unpack_map(data: bytes, place: str, limit: int) -> dict[str, Any]:
 
 
 def _pairs(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
-    built: dict[str, Any] = {}
-    for key, value in pairs:
+    built = dict(pairs)
+    for key, value in built.items():
         if type(key) is not str:
             raise ProtocolError("Map keys must be strings.", field="key")
-        if key in built:
-            raise ProtocolError(f"The key {key[:64]} stands twice.", field=key[:64])
-        if type(value) in (list, msgpack.Timestamp):
+        if type(value) is list or type(value) is msgpack.Timestamp:
             _refuse_timestamps(key, value)
-        built[key] = value
+    if len(built) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in built if keys.count(key) > 1)
+        raise ProtocolError(f"The key {twice[:64]} stands twice.", field=twice[:64])
     return built
 
 
@@ -222,13 +228,16 @@ def _refuse_ext(code: int, _data: bytes, key: str = "ext") -> Any:
     raise ProtocolError(f"Ext type {code}: only plain msgpack types are taken.", field=key[:64])
 
 
-def _value(item: Field, values: Mapping[str, Any]) -> Any:
-    value = values.get(item.name, _MISSING)
-    if value is _MISSING:
-        if item.default is _MISSING:
-            raise ProtocolError(f"The key {item.name} is missing.", field=item.name)
-        return item.default
-    return _READERS[item.wire](item.name, value)
+def _values(readings: tuple[_Reading, ...], told: Mapping[str, Any]) -> dict[str, Any]:
+    values = {}
+    for name, read, default in readings:
+        if name in told:
+            values[name] = read(name, told[name])
+        elif default is _MISSING:
+            raise ProtocolError(f"The key {name} is missing.", field=name)
+        else:
+            values[name] = default
+    return values
 
 
 def _wrong(name: str, wire: Wire) -> ProtocolError:

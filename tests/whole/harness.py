@@ -55,7 +55,7 @@ class Program:
 
     def __init__(self, module: str, *arguments: str, env: dict[str, str] | None = None, keep: int | None = None):
         command = [sys.executable, "-P", "-m", module, *arguments]
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the program
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
         self.process = subprocess.Popen(
             command, env=env or environment(), stderr=self.errors, pass_fds=() if keep is None else (keep,)
         )
