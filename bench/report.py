@@ -56,8 +56,8 @@ def commit() -> str:
     return (head.stdout.strip() or "unknown") + ("+changes" if changed.stdout.strip() else "")
 
 
-def write(name: str, figures: list[Figure]) -> None:
-    """Print the table of *figures* and write bench/results/NAME.json."""
+def write(name: str, figures: list[Figure], command: str | None = None) -> None:
+    """Print the table of *figures* and write bench/results/NAME.json; *command* is this program's by default."""
     table = Table(title=name)
     for column in ("figure", "value", "unit", "goal", "met"):
         table.add_column(column, justify="left" if column in ("figure", "unit") else "right")
@@ -71,7 +71,7 @@ def write(name: str, figures: list[Figure]) -> None:
     report = {
         "machine": machine(),
         "commit": commit(),
-        "command": " ".join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": command or " ".join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "figures": [asdict(one) for one in figures],
     }
     (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")

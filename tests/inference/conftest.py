@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiny_models import Room, make_llama
 
-from mtplx import settings
+from mtplx.settings import Settings
 from worker.engine.load import LoadedModel, load
 from worker.pull import pull
 
@@ -37,4 +37,4 @@ def vectors() -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def smollm2() -> LoadedModel:
     """The real model; the first session on a machine downloads it."""
-    return load(pull("smollm2-135m", settings.load().cache_dir, lambda _line: None))
+    return load(pull("smollm2-135m", Settings.load().cache_dir, lambda _line: None))

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgpack
 import zmq
 from protocol import make_vectors
-from whole.rig import Producer, Rig
+from whole.harness import Producer, Service, rss_kib
 
 from mtplx import messages as m
 from mtplx import wire
@@ -244,19 +242,10 @@ class Report:
     status: dict[str, object]
 
 
-def rss(pid: int) -> int:
-    """Resident bytes of a process."""
-    status = Path(f"/proc/{pid}/status")
-    if status.exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmRSS"))
-        return int(line.split()[1]) * 1024
-    return int(subprocess.check_output(["ps", "-o", "rss=", "-p", str(pid)])) * 1024
-
-
-def attack(rig: Rig, count: int, seed: int, warm_up: int) -> Report:
+def attack(running: Service, count: int, seed: int, warm_up: int) -> Report:
     """Send *count* wounded messages while a job streams; memory is compared from *warm_up* messages on."""
     draw = random.Random(seed)
-    with rig.producer() as reader, rig.producer() as attacker:
+    with running.producer() as reader, running.producer() as attacker:
         job_id = draw.randbytes(16)
         script = f'{{"tokens": 1000000, "token_s": {STREAM_TOKEN_S}}}'
         job = Job(prompt="on and on", max_tokens=1_000_000, metadata={"script": script})
@@ -268,7 +257,7 @@ def attack(rig: Rig, count: int, seed: int, warm_up: int) -> Report:
         poller = zmq.Poller()
         for producer in (reader, attacker):
             poller.register(producer.socket, zmq.POLLIN)
-        before, begun = rss(rig.broker.pid), time.monotonic()
+        before, begun = 1024 * rss_kib(running.broker.pid), time.monotonic()
         for number in range(count):
             frames = wounded(draw)
             while not tally.expect(number, frames):
@@ -277,10 +266,10 @@ def attack(rig: Rig, count: int, seed: int, warm_up: int) -> Report:
             attacker.say(m.Ping(MARK + number))
             tally.sent += 1
             if number == warm_up:
-                before = rss(rig.broker.pid)
+                before = 1024 * rss_kib(running.broker.pid)
             _read(poller, attacker, stream, tally, number - WINDOW)
         _read(poller, attacker, stream, tally, count - 1)
-        seconds, after = time.monotonic() - begun, rss(rig.broker.pid)
+        seconds, after = time.monotonic() - begun, 1024 * rss_kib(running.broker.pid)
         assert stream.last is None, "the stream ended under attack"
         stream.finish()
         status = reader.ask(m.Status(), m.StatusReply).status

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import zmq
 
@@ -129,6 +129,12 @@ class Producer:
         self.socket.connect(endpoint)
         self.log: list[Heard] = []
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
     def say(self, message: m.Message) -> None:
         """Send a message."""
         self.socket.send_multipart(wire.encode(message), zmq.NOBLOCK)
@@ -168,6 +174,11 @@ class Producer:
     def expect(self, kind: type[m.Message], job: bytes | None = None, limit: float = LIMIT_S) -> Any:
         """Read until a message of *kind* (about *job*)."""
         return self.until(lambda one: isinstance(one, kind) and (job is None or one.id == job), limit)
+
+    def ask(self, message: m.Message, kind: type[m.Message]) -> Any:
+        """Send *message* and read until an answer of that kind."""
+        self.say(message)
+        return self.expect(kind)
 
     def last_word(self, job: bytes, limit: float = LIMIT_S) -> m.Done | m.Error:
         """Read until the job's last word, unless it came already."""

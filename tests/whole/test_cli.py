@@ -10,7 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 from whole.fake_broker import WORDS, FakeBroker, chunks, done
-from whole.rig import Rig
+from whole.harness import service
 
 from mtplx.cli import demo, pull, serve
 from mtplx.cli.main import main
@@ -166,10 +166,10 @@ def test_pull_without_the_workers_libraries_says_what_to_install(monkeypatch: py
     assert "mtplx-line[worker]" in said.stderr
 
 
-def test_the_commands_work_on_a_real_broker(tmp_path: Path) -> None:
-    with Rig(tmp_path / "run", "--beat-s", "0.2") as rig:
-        rig.worker()
-        front = ("--front", rig.front)
+def test_the_commands_work_on_a_real_broker() -> None:
+    with service("--beat-s", "0.2") as running:
+        running.worker()
+        front = ("--front", running.front)
         told = json.loads(mtplx("run", "--json", "--raw", *front, "one two three").stdout)
         assert told["finish_reason"] == "stop"
         assert told["usage"]["completion_tokens"] == len(told["ids"])

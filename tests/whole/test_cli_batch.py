@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from whole.fake_broker import WORDS, FakeBroker, answer
-from whole.rig import Rig
+from whole.harness import service
 
 from mtplx.cli.batch import Batch, read_item
 from mtplx.cli.main import main
@@ -158,10 +158,10 @@ def test_a_full_line_is_waited_for_as_long_as_it_says(broker: FakeBroker) -> Non
     assert [one for one in slept if one] == [0.02] * 5
 
 
-def test_a_batch_larger_than_the_brokers_line_is_done_in_order(files: Files, tmp_path: Path) -> None:
-    with Rig(tmp_path / "run", "--queue-jobs", "4") as rig:
-        rig.worker()
+def test_a_batch_larger_than_the_brokers_line_is_done_in_order(files: Files) -> None:
+    with service("--queue-jobs", "4") as running:
+        running.worker()
         files.write(*({"prompt": f"word{n} and more"} for n in range(60)))
-        said = files.run(rig.front)
+        said = files.run(running.front)
     assert said.exit_code == 0, said.output
     assert [one["line"] for one in files.read()] == list(range(1, 61))

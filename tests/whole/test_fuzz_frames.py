@@ -1,14 +1,11 @@
 """Garbage never hurts: a job streams on while thousands of wounded frames arrive, and each gets its answer."""
 
-import json
-from dataclasses import asdict
-
 import pytest
 import zmq
 from whole import fuzz
-from whole.rig import Rig
+from whole.harness import service
 
-from bench.report import RESULTS, Figure, commit, machine
+from bench.report import Figure, write
 from mtplx import messages as m
 from mtplx import wire
 
@@ -33,22 +30,22 @@ def held(report: fuzz.Report) -> None:
 
 
 @pytest.fixture
-def rig(tmp_path):
+def running():
     # A short line: wounded SUBMITs are often sound jobs, and must not count as growth.
-    with Rig(tmp_path / "r", "--queue-jobs", "16") as rig:
-        rig.worker("--tokens", "1")
-        yield rig
+    with service("--queue-jobs", "16") as running:
+        running.worker("--tokens", "1")
+        yield running
 
 
-def test_a_stream_is_untouched_by_five_thousand_wounded_frames(rig):
-    report = fuzz.attack(rig, count=5_000, seed=20_240_229, warm_up=1_000)
+def test_a_stream_is_untouched_by_five_thousand_wounded_frames(running):
+    report = fuzz.attack(running, count=5_000, seed=20_240_229, warm_up=1_000)
     held(report)
     assert report.tally.bad > 3_000
     assert report.stream_tokens > 50
 
 
-def test_a_frame_above_the_transports_limit_ends_only_its_own_connection(rig):
-    with rig.producer() as bad, rig.producer() as good:
+def test_a_frame_above_the_transports_limit_ends_only_its_own_connection(running):
+    with running.producer() as bad, running.producer() as good:
         assert bad.ask(m.Ping(1), m.Pong).n == 1
         bad.socket.send_multipart([*wire.encode(m.Bye())[:2], bytes(wire.MAX_FRAME_BYTES + 1)])
         assert good.ask(m.Ping(2), m.Pong).n == 2
@@ -56,10 +53,10 @@ def test_a_frame_above_the_transports_limit_ends_only_its_own_connection(rig):
         assert bad.ask(m.Ping(3), m.Pong).n == 3
 
 
-def test_a_req_socket_is_told_to_be_a_dealer(rig):
-    with rig.context.socket(zmq.REQ) as socket:
+def test_a_req_socket_is_told_to_be_a_dealer(running):
+    with running.context.socket(zmq.REQ) as socket:
         socket.linger = 0
-        socket.connect(rig.front)
+        socket.connect(running.front)
         socket.send_multipart(wire.encode(m.Ping(1)))
         assert socket.poll(20_000)
         answer = wire.decode(socket.recv_multipart(), m.TO_CLIENT)
@@ -68,8 +65,8 @@ def test_a_req_socket_is_told_to_be_a_dealer(rig):
 
 
 @pytest.mark.prove
-def test_a_stream_is_untouched_by_a_hundred_thousand_wounded_frames(rig):
-    report = fuzz.attack(rig, count=100_000, seed=20_240_301, warm_up=10_000)
+def test_a_stream_is_untouched_by_a_hundred_thousand_wounded_frames(running):
+    report = fuzz.attack(running, count=100_000, seed=20_240_301, warm_up=10_000)
     held(report)
     growth = (report.rss_after - report.rss_before) / MIB
     figures = [
@@ -80,11 +77,4 @@ def test_a_stream_is_untouched_by_a_hundred_thousand_wounded_frames(rig):
         Figure("growth of the broker's memory", round(growth, 2), "MiB", 8, "lower"),
         Figure("rate", round(report.tally.sent / report.seconds), "messages/s", None, "higher"),
     ]
-    result = {
-        "machine": machine(),
-        "commit": commit(),
-        "command": "python -m pytest -m prove tests/whole/test_fuzz_frames.py",
-        "figures": [asdict(figure) for figure in figures],
-    }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / "fuzz.json").write_text(json.dumps(result, indent=1) + "\n")
+    write("fuzz", figures, "python -m pytest -m prove tests/whole/test_fuzz_frames.py")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tools import need
-from whole.rig import Rig, read_log
+from whole.harness import service
 
 from mtplx.job import Job
 from mtplx.testing import Script, answer_of, trajectory_sha256
@@ -31,11 +31,11 @@ def producer():
     return NODE / "producer.mjs"
 
 
-def test_a_producer_in_node_submits_streams_and_cancels(producer, tmp_path):
-    with Rig(tmp_path / "r") as rig:
-        log = rig.worker()
+def test_a_producer_in_node_submits_streams_and_cancels(producer):
+    with service() as running:
+        worker = running.worker()
         result = subprocess.run(
-            [need("node"), str(producer), rig.front], check=False, capture_output=True, text=True, timeout=60
+            [need("node"), str(producer), running.front], check=False, capture_output=True, text=True, timeout=60
         )
         assert result.returncode == 0, result.stderr
     said = {line["said"]: line for line in map(json.loads, result.stdout.splitlines())}
@@ -50,7 +50,7 @@ def test_a_producer_in_node_submits_streams_and_cancels(producer, tmp_path):
     assert said["cancelled"]["outcome"] == "cancelled"
     assert 3 <= said["cancelled"]["tokens"] < 1000
     assert said["refused"] == {"said": "refused", "code": "E_BAD_JOB", "field": "max_tokens", "retryable": False}
-    assert [event["event"] for event in read_log(log)].count("run") == 2
+    assert len(worker.events("run")) == 2
 
 
 def test_the_node_packages_are_pinned_and_name_no_registry():
