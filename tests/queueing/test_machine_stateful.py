@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
@@ -35,6 +37,7 @@ class Queue(RuleBasedStateMachine):
         self.routes = [b"p0", b"p1", b"p2"]
         self.names = 3
         self.workers = 0
+        self.hung: set[bytes] = set()
 
     # --- producers
 
@@ -177,7 +180,14 @@ class Queue(RuleBasedStateMachine):
         said = m.Final(run.id, run.attempt, run.lease, reason, 3, 0, 16, 0.1, 0.1, "0" * 64, "serial_b1", True, {})
         self.rig.back.on_message(route, said, self.rig.now())
 
-    @precondition(lambda self: self.rig.all_runs)
+    def can_work(self) -> bool:
+        return bool(self.rig.all_runs) and self.rig.all_runs[-1][0] not in self.hung
+
+    def beat(self) -> None:
+        if self.rig.back.worker is not None and self.rig.back.worker.route not in self.hung:
+            self.rig.beat(worker_id=self.rig.back.worker.ready.worker_id)
+
+    @precondition(can_work)
     @rule(count=st.integers(1, 3), turns=st.integers(1, 3))
     def worker_draws(self, count, turns):
         route, run = self.rig.all_runs[-1]
@@ -185,7 +195,7 @@ class Queue(RuleBasedStateMachine):
             self.draw(route, run, count)
             self.turn()
 
-    @precondition(lambda self: self.rig.running)
+    @precondition(lambda self: self.rig.running and self.can_work())
     @rule(reason=st.sampled_from(["stop", "length", "cancelled"]))
     def worker_ends(self, reason):
         route, run = self.rig.all_runs[-1]
@@ -194,7 +204,7 @@ class Queue(RuleBasedStateMachine):
         self.end(route, run, reason)
         self.turn()
 
-    @precondition(lambda self: self.rig.running)
+    @precondition(lambda self: self.rig.running and self.can_work())
     @rule(gap=st.booleans())
     def worker_fails(self, gap):
         route, run = self.rig.all_runs[-1]
@@ -216,6 +226,26 @@ class Queue(RuleBasedStateMachine):
             self.draw(route, run, 1)
         self.turn()
 
+    @precondition(lambda self: self.rig.running)
+    @rule(old_lease=st.booleans(), final=st.booleans())
+    def an_impostor_talks_about_the_running_job(self, old_lease, final):
+        route, run = self.rig.all_runs[-1]
+        if old_lease:
+            run = replace(run, lease=run.lease - 1)
+        else:
+            route = b"w-other"
+        if final:
+            self.end(route, run, "stop")
+        else:
+            self.draw(route, run, 1)
+        self.turn()
+
+    @precondition(lambda self: self.rig.back.worker)
+    @rule(dice=st.integers(0, 2))
+    def worker_hangs(self, dice):
+        if dice == 0:
+            self.hung.add(self.rig.back.worker.route)
+
     @precondition(lambda self: self.rig.back.worker)
     @rule(bye=st.booleans())
     def worker_dies(self, bye):
@@ -233,8 +263,8 @@ class Queue(RuleBasedStateMachine):
     def time_passes(self, seconds, beats, turns):
         for _ in range(turns):
             self.rig.clock.advance(seconds)
-            if beats and self.rig.back.worker is not None:
-                self.rig.beat()
+            if beats:
+                self.beat()
             self.turn()
 
     @rule(seconds=st.sampled_from([30.0, 4000.0]))
@@ -283,13 +313,13 @@ class Queue(RuleBasedStateMachine):
                     self.tell(fact.view.route, m.GiveCredit(job, 10**9))
             if rig.back.worker is None and not rig.machine.draining:
                 self.worker_comes(again=False)
-            if rig.running is not None and rig.back.worker is not None:
+            if rig.running is not None and rig.back.worker is not None and self.can_work():
                 self.end(*rig.all_runs[-1], "cancelled" if rig.running.phase is Phase.CANCELLING else "stop")
             self.turn()
             # Only as far as the machine asks to be woken: a moment it forgot would stop everything here.
             rig.clock.advance(max(0.0, rig.machine.next_wake() - rig.clock.seconds))
-            if rig.back.worker is not None:
-                rig.beat()
+            self.beat()
+        assert rig.machine.drained or set(rig.jobs.outboxes.clients) <= rig.gone
         assert not rig.gate.line
         assert rig.running is None
         for fact in rig.facts.values():
@@ -300,7 +330,7 @@ class Queue(RuleBasedStateMachine):
 
 
 QUICK = settings(
-    max_examples=400,
+    max_examples=500,
     stateful_step_count=60,
     deadline=None,
     derandomize=True,
