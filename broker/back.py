@@ -16,6 +16,7 @@ from mtplx import messages as m
 from mtplx.errors import CODES, WireError
 from mtplx.job import ModelLimits
 
+OF_A_JOB: Final = (m.WorkerChunk, m.Final, m.Fail)
 FINISH_REASONS: Final = ("stop", "length", "cancelled")
 LOSSES: Final = {
     "exited": "ended or crashed",
@@ -221,7 +222,7 @@ class Back:
     def _holds_lease(self, route: bytes, message: m.Message) -> bool:
         record = self._jobs.gate.slot
         return (
-            isinstance(message, m.WorkerChunk | m.Final | m.Fail)
+            isinstance(message, OF_A_JOB)
             and self.worker is not None
             and self.worker.route == route
             and record is not None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum, auto
+from enum import StrEnum, auto
 
 
-class Phase(Enum):
+class Phase(StrEnum):
     """Where a job stands."""
 
     WAITING = "waiting"
@@ -14,7 +14,7 @@ class Phase(Enum):
     ENDED = "ended"
 
 
-class Move(Enum):
+class Move(StrEnum):
     """What can happen to a job."""
 
     DISPATCH = auto()

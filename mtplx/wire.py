@@ -27,6 +27,7 @@ MAX_UINT: Final = 2**64 - 1
 
 _MSGPACK_ERRORS = (ValueError, msgpack.exceptions.UnpackException)
 _MISSING: Final = object()
+_LOOKED_INTO: Final = frozenset((list, msgpack.Timestamp))
 
 
 class Field(NamedTuple):
@@ -202,7 +203,7 @@ def _pairs(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
     for key, value in built.items():
         if type(key) is not str:
             raise ProtocolError("Map keys must be strings.", field="key")
-        if type(value) is list or type(value) is msgpack.Timestamp:
+        if type(value) in _LOOKED_INTO:
             _refuse_timestamps(key, value)
     if len(built) != len(pairs):
         keys = [key for key, _ in pairs]
