@@ -28,6 +28,7 @@ from report import ROOT, Figure, write
 
 from mtplx import messages as m
 from mtplx import wire
+from mtplx.settings import Settings
 
 LIMIT_MS = 60_000
 ECHO = """
@@ -95,10 +96,11 @@ class Starts:
 
 
 @contextmanager
-def programs(*commands: list[str], keep: int | None = None) -> Iterator[list[subprocess.Popen[bytes]]]:
+def programs(
+    settings: Settings, *commands: list[str], keep: int | None = None
+) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Processes of this checkout, ended with the block."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("MTPLX_", "OTEL_"))}
-    env = {**kept, "PYTHONPATH": str(ROOT)}
+    env = {**settings.environment(), "PYTHONPATH": str(ROOT)}
     started = [
         subprocess.Popen([sys.executable, "-P", *one], env=env, pass_fds=() if keep is None else (keep,))
         for one in commands
@@ -185,8 +187,8 @@ def cpu_s(pid: int) -> float:
 
 def waiting_memory(context: zmq.Context[zmq.Socket[bytes]], run: Path, jobs: int) -> tuple[float, float]:
     """KiB a small waiting job costs the broker, and admissions a second."""
-    flags = ["--run-dir", str(run), "--queue-jobs", str(jobs), "--queue-bytes", str(2**40)]
-    with programs(["-m", "broker", *flags]) as (broker,):
+    settings = Settings(run_dir=run, queue_jobs=jobs, queue_bytes=2**40)
+    with programs(settings, ["-m", "broker"]) as (broker,):
         peers = [Peer(context, f"ipc://{run}/front.sock") for _ in range(10)]
         for peer in peers:
             peer.say(m.Hello((1,)))
@@ -219,7 +221,8 @@ def main(rounds: int, tokens: int, jobs: int) -> None:
     worker = ["-m", "mtplx.testing", "--back", f"ipc://{run}/back.sock", "--log", f"/dev/fd/{writer}"]
     echo_at = f"ipc://{run}/echo.sock"
     try:
-        with programs(["-m", "broker", "--run-dir", str(run)], worker, ["-c", ECHO, echo_at], keep=writer) as (
+        settings = Settings(run_dir=run)
+        with programs(settings, ["-m", "broker"], worker, ["-c", ECHO, echo_at], keep=writer) as (
             broker,
             *_,
         ):

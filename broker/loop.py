@@ -10,7 +10,7 @@ import os
 import signal
 import socket as sockets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from types import FrameType
 from typing import Final, Protocol
 
@@ -112,7 +112,7 @@ class Loop:
             if STDIN in ready and stdin_ended():
                 poller.unregister(STDIN)
                 os.kill(os.getpid(), signal.SIGTERM)
-            self._turn()
+            self._turn(ready)
         log.info("drained")
 
     def close(self) -> None:
@@ -131,11 +131,15 @@ class Loop:
 
     # --- one turn
 
-    def _turn(self) -> None:
-        self._heed_signals()
-        self._watch_disconnects()
-        self._receive(self._back, self._on_worker_frames)
-        self._receive(self._front, self._on_client_frames)
+    def _turn(self, ready: Container[object]) -> None:
+        # Finding out that a socket has nothing costs as much as a message: only those with something are asked.
+        if self._wake_reader.fileno() in ready:
+            self._heed_signals()
+        self._watch_disconnects(seen=self._monitor in ready)
+        if self._back in ready:
+            self._receive(self._back, self._on_worker_frames)
+        if self._front in ready:
+            self._receive(self._front, self._on_client_frames)
         self._machine.tick(now())
         self._send_to_worker()
         self._send_to_clients()
@@ -193,11 +197,9 @@ class Loop:
             return
         self._machine.back.on_message(route, message, now())
 
-    def _watch_disconnects(self) -> None:
-        seen = False
-        while self._monitor.poll(0):
+    def _watch_disconnects(self, *, seen: bool) -> None:
+        while seen and self._monitor.poll(0):
             recv_monitor_message(self._monitor, zmq.NOBLOCK)
-            seen = True
         at = time.monotonic()
         if seen or (self._probe_at is not None and at >= self._probe_at):
             self._machine.back.beat()
