@@ -144,3 +144,20 @@ def test_a_client_that_never_reads_costs_neither_the_loop_nor_memory():
         for producer, job in zip(silent, jobs, strict=True):
             assert producer.last_word(job).outcome == "stop"
             check_stream(producer, job)
+
+
+def test_a_full_pipe_holds_up_only_its_own_reader_and_loses_nothing():
+    with service() as broker:
+        worker = broker.worker()
+        # 400 jobs are more messages than all buffers on the way hold, so the broker finds this pipe full.
+        silent, quick = broker.producer(RCVHWM=1, RCVBUF=4096), broker.producer()
+        jobs = [silent.submit(script={"tokens": 3}) for _ in range(400)]
+        worker.wait_for("final", 400, limit=30)
+        probe = quick.submit(script={"tokens": 20})
+        assert quick.last_word(probe).outcome == "stop"
+        check_stream(quick, probe)
+        for job in jobs:
+            assert silent.last_word(job).outcome == "stop"
+        for job in jobs:
+            check_stream(silent, job)
+        assert "flooders_dropped" not in quick.health()["counters"]
