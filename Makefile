@@ -12,7 +12,7 @@ test: setup check
 
 # Lint, format and types; the import rules and sizes are tests.
 check: setup
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 

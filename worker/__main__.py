@@ -7,8 +7,8 @@ import sys
 from typing import Any
 
 import click
-from mtplx.cli.options import load_settings, settings_options
 
+from mtplx.cli.options import load_settings, settings_options
 from mtplx.errors import Exit, MtplxError, SettingsError
 from mtplx.settings import Settings
 
