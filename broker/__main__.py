@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import sys
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 from typing import Any
 
 import click
@@ -14,8 +13,10 @@ import click
 from broker.back import Identity
 from broker.loop import Loop, Tracer, now
 from broker.machine import Machine
-from mtplx.cli.options import load_settings, settings_options
-from mtplx.errors import Exit, MtplxError, SettingsError
+from mtplx import __version__
+from mtplx.cli.options import settings_options
+from mtplx.cli.program import run_program
+from mtplx.errors import SettingsError
 from mtplx.settings import Settings
 
 log = logging.getLogger("mtplx.broker")
@@ -31,7 +32,7 @@ def serve(settings: Settings, *, watch_stdin: bool = False) -> None:
     os.umask(0o077)
     for sentence in settings.warnings():
         log.warning(sentence)
-    identity = Identity(secrets.token_bytes(16), _version(), os.getpid(), now())
+    identity = Identity(secrets.token_bytes(16), __version__, os.getpid(), now())
     tracer = _tracer(settings, identity)
     machine = Machine(settings, identity, lambda: secrets.randbits(64), keep_moments=tracer is not None)
     loop = Loop(settings, machine, tracer, watch_stdin=watch_stdin)
@@ -57,28 +58,12 @@ def _tracer(settings: Settings, identity: Identity) -> Tracer | None:
     return tracing.SpanTracer(exporters, version=identity.version, boot_id=identity.boot_id)
 
 
-def _version() -> str:
-    try:
-        return version("mtplx-line")
-    except PackageNotFoundError:
-        return "unknown"
-
-
 @click.command()
 @click.option("--exit-with-stdin", is_flag=True, hidden=True, help="Stop when stdin ends.")
 @settings_options
 def main(exit_with_stdin: bool, **flags: Any) -> None:
     """The mtplx broker: one line, one slot, one worker."""
-    try:
-        settings = load_settings(flags)
-        logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(name)s %(message)s")
-        serve(settings, watch_stdin=exit_with_stdin)
-    except MtplxError as error:
-        click.echo(f"mtplx-broker: {error}", err=True)
-        sys.exit(error.exit_code)
-    except Exception:
-        log.exception("the broker failed")
-        sys.exit(Exit.INTERNAL)
+    run_program("mtplx-broker", partial(serve, watch_stdin=exit_with_stdin), flags)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,8 @@ import zmq
 
 from mtplx.errors import LockedError, SettingsError
 from mtplx.paths import private_folder
-from mtplx.wire import MAX_FRAME_BYTES
+from mtplx.sockets import COMMON, set_all
 
-# A dead or stopped process is noticed by libzmq's own heartbeats within this time.
-HEARTBEAT_MS: Final = 2000
-HEARTBEAT_TIMEOUT_MS: Final = 6000
 GOODBYE_MS: Final = 500
 FRONT_RECEIVE_MESSAGES: Final = 64
 # A whole answer of a fast worker can be under way.
@@ -71,17 +68,15 @@ def _clear_stale(path: Path) -> None:
 def router(context: zmq.Context[zmq.Socket[bytes]], receive_messages: int) -> zmq.Socket[bytes]:
     """A ROUTER that never drops in silence, never blocks, and never waits for ever at its end."""
     socket = context.socket(zmq.ROUTER)
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
-    socket.setsockopt(zmq.RCVHWM, receive_messages)
-    socket.setsockopt(zmq.SNDHWM, SEND_MESSAGES)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
-    socket.setsockopt(zmq.BACKLOG, 128)
-    socket.setsockopt(zmq.LINGER, GOODBYE_MS)
+    own = {
+        zmq.ROUTER_MANDATORY: 1,
+        zmq.ROUTER_HANDOVER: 0,
+        zmq.RCVHWM: receive_messages,
+        zmq.SNDHWM: SEND_MESSAGES,
+        zmq.BACKLOG: 128,
+        zmq.LINGER: GOODBYE_MS,
+    }
+    set_all(socket, COMMON, own)
     return socket
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 from broker.record import Now, Record
 from mtplx import messages as m
 from mtplx.errors import CODES, WireError
-
-EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
+from mtplx.trajectory import trajectory_sha256
 
 
 def error(fault: WireError, job_id: bytes | None) -> m.Error:
@@ -57,7 +55,7 @@ def cancelled(record: Record, now: Now) -> m.Done:
         usage={"prompt_tokens": None, "cached_tokens": None, "completion_tokens": len(ids)},
         timings={"queue_wait_s": started.mono - record.admitted.mono},
         seed=record.seed,
-        sha256=hashlib.sha256(b"".join(token.to_bytes(4, "little") for token in ids)).hexdigest(),
+        sha256=trajectory_sha256(ids),
         run={"attempt": record.run.attempt if record.run else 0, "speculation": {}},
     )
 

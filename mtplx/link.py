@@ -15,6 +15,7 @@ from mtplx import wire
 from mtplx.errors import BrokerUnreachableError
 from mtplx.session import Session
 from mtplx.settings import check_endpoint
+from mtplx.sockets import COMMON, RECONNECT, set_all
 
 # A flood must not keep a reader from what has already arrived.
 MESSAGES_PER_TURN: Final = 256
@@ -28,19 +29,8 @@ _WATCHED: Final = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-_OPTIONS: Final = {
-    # With 1, libzmq drops what has arrived and is unread when the connection ends: last words of a
-    # broker that stops. Nothing is queued for a broker that is not there, because `_send` looks at `up`.
-    zmq.IMMEDIATE: 0,
-    zmq.LINGER: GOODBYE_MS,
-    zmq.RECONNECT_IVL: 100,
-    zmq.RECONNECT_IVL_MAX: 3000,
-    zmq.HEARTBEAT_IVL: 2000,
-    zmq.HEARTBEAT_TIMEOUT: 6000,
-    zmq.HEARTBEAT_TTL: 6000,
-    zmq.HANDSHAKE_IVL: 2000,
-    zmq.MAXMSGSIZE: wire.MAX_FRAME_BYTES,
-}
+# Not IMMEDIATE: with it libzmq drops what arrived but was not yet read when a connection ends.
+_OPTIONS: Final = {zmq.LINGER: GOODBYE_MS}
 
 
 class Link:
@@ -60,8 +50,7 @@ class Link:
         self._refused = 0
         self._encoded: deque[list[bytes]] = deque()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        for option, value in _OPTIONS.items():
-            self._socket.setsockopt(option, value)
+        set_all(self._socket, COMMON, RECONNECT, _OPTIONS)
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_WATCHED)
         self._monitor.setsockopt(zmq.LINGER, 0)
         session.hello()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import struct
 import zlib
 from collections.abc import Iterator
 from enum import StrEnum
@@ -70,11 +68,6 @@ class Answer(NamedTuple):
 
     ids: tuple[int, ...]
     bodies: tuple[bytes, ...]
-
-
-def trajectory_sha256(ids: tuple[int, ...]) -> str:
-    """Hex SHA-256 of token ids as little-endian uint32."""
-    return hashlib.sha256(struct.pack(f"<{len(ids)}I", *ids)).hexdigest()
 
 
 def prompt_words(job: Job) -> list[str]:

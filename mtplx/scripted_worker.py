@@ -20,7 +20,9 @@ from mtplx import messages as m
 from mtplx import wire
 from mtplx.errors import Exit
 from mtplx.job import Job
-from mtplx.script import Fault, Script, answer_of, chunk_of, chunks, encoded, prompt_words, trajectory_sha256
+from mtplx.script import Fault, Script, answer_of, chunk_of, chunks, encoded, prompt_words
+from mtplx.sockets import worker_dealer
+from mtplx.trajectory import trajectory_sha256
 
 # How long a waiting worker may take to see that it was told to stop.
 LOOK_MS: Final = 20
@@ -92,7 +94,7 @@ class ScriptedWorker:
         self._now: tuple[str, int | None, int, int] = ("idle", None, 0, 0)  # phase, lease, done, total
         self._thread = threading.Thread(target=self.serve, name="scripted-worker", daemon=True)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._dealer()
+        self._socket = worker_dealer(self._context, self.back)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -152,24 +154,6 @@ class ScriptedWorker:
             self._context.term()
             if self._log_file:
                 self._log_file.close()
-
-    def _dealer(self) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.DEALER)
-        options = {
-            zmq.IMMEDIATE: 1,
-            zmq.LINGER: 0,
-            zmq.RECONNECT_IVL: 100,
-            zmq.RECONNECT_IVL_MAX: 3000,
-            zmq.HANDSHAKE_IVL: 2000,
-            zmq.HEARTBEAT_IVL: 2000,
-            zmq.HEARTBEAT_TIMEOUT: 6000,
-            zmq.HEARTBEAT_TTL: 6000,
-            zmq.MAXMSGSIZE: wire.MAX_FRAME_BYTES,
-        }
-        for option, value in options.items():
-            socket.set(option, value)
-        socket.connect(self.back)
-        return socket
 
     def _note(self, event: str, run: m.Run | None = None, tokens: int = 0) -> None:
         job, lease = (run.id.hex(), run.lease) if run else ("", 0)
@@ -242,7 +226,7 @@ class ScriptedWorker:
 
     def _beat(self) -> None:
         # A connection of its own: sockets belong to one thread, and a busy main thread must not stop the beats.
-        with self._dealer() as socket:
+        with worker_dealer(self._context, self.back) as socket:
             while not self._stop.wait(self._beat_s):
                 if self._mute.is_set():
                     continue

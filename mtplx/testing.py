@@ -23,8 +23,9 @@ from typing import Any
 import click
 
 from mtplx.errors import Exit
-from mtplx.script import Fault, Script, answer_of, trajectory_sha256
+from mtplx.script import Fault, Script, answer_of
 from mtplx.scripted_worker import Event, Persona, ScriptedWorker
+from mtplx.trajectory import trajectory_sha256
 
 __all__ = [
     "Event",

@@ -54,7 +54,7 @@ def gumbel(key: tuple[int, int], width: int) -> np.ndarray:
     return -np.log(-np.log(uniform))
 
 
-def trajectory_hash(ids: list[int]) -> str:
+def trajectory_sha256(ids: list[int]) -> str:
     return hashlib.sha256(np.array(ids, dtype="<u4").tobytes()).hexdigest()
 
 
@@ -71,7 +71,7 @@ def vectors() -> dict:
     return {
         "key": [{"seed": str(seed), "t": t, "key": key(seed, t)} for seed in SEEDS for t in POSITIONS],
         "noise": [entry | {"seed": str(entry["seed"])} for entry in noise],
-        "trajectory": [{"ids": ids, "sha256": trajectory_hash(ids)} for ids in trajectories],
+        "trajectory": [{"ids": ids, "sha256": trajectory_sha256(ids)} for ids in trajectories],
     }
 
 

@@ -32,11 +32,11 @@ MAY_IMPORT = {
     },
 }
 SOCKET_FILES = {
-    "mtplx/link.py", "mtplx/scripted_worker.py", "broker/loop.py", "broker/endpoints.py", "worker/loop.py", "worker/pulse.py",
+    "mtplx/link.py", "mtplx/sockets.py", "mtplx/scripted_worker.py", "broker/loop.py", "broker/endpoints.py", "worker/loop.py", "worker/pulse.py",
 }  # fmt: skip
 # The GGUF is read by MLX; the detokenizer and the stop matcher are mlx-lm's, and touch no array.
 MLX_FILES = {"worker/gguf.py", "worker/text.py"}
-CATCH_ALL_FILES = {"broker/loop.py", "worker/loop.py", "broker/__main__.py", "worker/__main__.py"}
+CATCH_ALL_FILES = {"broker/loop.py", "worker/loop.py", "mtplx/cli/program.py"}
 
 
 def imports(path: Path) -> set[str]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import sys
+from functools import partial
 from typing import Any
 
 import click
 
-from mtplx.cli.options import load_settings, settings_options
-from mtplx.errors import Exit, MtplxError, SettingsError
+from mtplx.cli.options import settings_options
+from mtplx.cli.program import run_program
+from mtplx.errors import SettingsError
 from mtplx.settings import Settings
-
-log = logging.getLogger("mtplx.worker")
 
 
 def serve(settings: Settings, *, watch_stdin: bool = False) -> None:
@@ -39,16 +37,7 @@ def serve(settings: Settings, *, watch_stdin: bool = False) -> None:
 @settings_options
 def main(exit_with_stdin: bool, **flags: Any) -> None:
     """The mtplx worker: one model, one device, one job at a time."""
-    try:
-        settings = load_settings(flags)
-        logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(name)s %(message)s")
-        serve(settings, watch_stdin=exit_with_stdin)
-    except MtplxError as error:
-        click.echo(f"mtplx-worker: {error}", err=True)
-        sys.exit(error.exit_code)
-    except Exception:
-        log.exception("the worker failed")
-        sys.exit(Exit.INTERNAL)
+    run_program("mtplx-worker", partial(serve, watch_stdin=exit_with_stdin), flags)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from mtplx.errors import BadJobError, JobError
 from mtplx.job import PROMPT_FIELDS, Job, context_error
+from mtplx.trajectory import trajectory_sha256
 from worker.engine.engine import Cancelled, Engine, EngineRequest, Figures, NumericError
 from worker.engine.load import LoadedModel
 from worker.engine.sample import Sampling
@@ -48,7 +47,7 @@ class Final:
 
     max_tokens_used: the budget after it was cut to what fits the context.
     first_token_s: None when the attempt was cancelled before it had a token.
-    sha256: over all ids of the answer, those of earlier tries included (see `trajectory_hash`).
+    sha256: over all ids of the answer, those of earlier tries included (see `mtplx.trajectory`).
     """
 
     finish_reason: str
@@ -63,11 +62,6 @@ class Final:
     route: str
     row_invariant: bool
     speculation: dict[str, Any] = field(default_factory=dict)
-
-
-def trajectory_hash(ids: Sequence[int]) -> str:
-    """SHA-256 in hex over the ids as little-endian uint32."""
-    return hashlib.sha256(struct.pack(f"<{len(ids)}I", *ids)).hexdigest()
 
 
 def run_job(
@@ -207,7 +201,7 @@ def _final(answer: _Answer, prompt_tokens: int, times: _Times, figures: Figures)
         prefill_s=read - times.began,
         first_token_s=None if times.first is None else times.first - times.began,
         decode_s=0.0 if times.first is None else times.last - times.first,
-        sha256=trajectory_hash(answer.ids),
+        sha256=trajectory_sha256(answer.ids),
         route=figures.route,
         row_invariant=figures.row_invariant,
         speculation={

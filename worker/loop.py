@@ -21,10 +21,11 @@ from mtplx import messages as m
 from mtplx.errors import MtplxError, ProtocolError, WireError, WorkerRefusedError
 from mtplx.job import Job
 from mtplx.settings import Settings
+from mtplx.sockets import worker_dealer
 from mtplx.wire import MAX_FRAME_BYTES, decode, encode, unpack_body
 from worker.job import Attempt, Chunk, Progress
 from worker.job import Final as JobFinal
-from worker.pulse import Pulse, Vitals, dealer
+from worker.pulse import Pulse, Vitals
 
 log = logging.getLogger("mtplx.worker")
 
@@ -80,7 +81,7 @@ class Worker:
         self._vitals = Vitals()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         endpoint = settings.endpoint("back")
-        self._socket = dealer(self._context, endpoint)
+        self._socket = worker_dealer(self._context, endpoint)
         self._pulse = Pulse(self._context, endpoint, self._worker_id, self._vitals, watch_stdin=watch_stdin)
         self._pulse.beat_s = settings.beat_s
         self._cancelled_lease = -1

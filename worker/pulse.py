@@ -9,36 +9,14 @@ import os
 import signal
 import threading
 from dataclasses import dataclass
-from typing import Final
 
 import zmq
 
 from mtplx import messages as m
 from mtplx.errors import ProtocolError
+from mtplx.sockets import worker_dealer
 from mtplx.stdin import stdin_ended
-from mtplx.wire import MAX_FRAME_BYTES, decode, encode
-
-HEARTBEAT_MS: Final = 2000
-HEARTBEAT_TIMEOUT_MS: Final = 6000
-
-
-def dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
-    """A DEALER that only sends on a live connection and comes back by itself."""
-    socket = context.socket(zmq.DEALER)
-    for option, value in (
-        (zmq.IMMEDIATE, 1),
-        (zmq.LINGER, 0),
-        (zmq.SNDHWM, 10_000),
-        (zmq.RECONNECT_IVL, 100),
-        (zmq.RECONNECT_IVL_MAX, 3000),
-        (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
-        (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
-        (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
-        (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS),
-    ):
-        socket.setsockopt(option, value)
-    socket.connect(endpoint)
-    return socket
+from mtplx.wire import decode, encode
 
 
 @dataclass(slots=True)
@@ -88,7 +66,7 @@ class Pulse(threading.Thread):
 
     def run(self) -> None:
         """Beat and listen."""
-        socket = dealer(self._context, self._endpoint)
+        socket = worker_dealer(self._context, self._endpoint)
         while not self._stopping.wait(self.beat_s):
             self._beat(socket)
             self._listen(socket)

@@ -12,9 +12,10 @@ from tiny_models import Kind, Room, make_llama, make_mamba
 
 from mtplx.errors import BadJobError, JobError
 from mtplx.job import Job
+from mtplx.trajectory import trajectory_sha256
 from worker.engine.load import load
 from worker.engine.sample import KeyedSampler, Sampling
-from worker.job import Attempt, run_job, trajectory_hash
+from worker.job import Attempt, run_job
 
 # The random model would end its answer at a random place.
 NO_END = {"logit_bias": {"1": -1000}}
@@ -41,7 +42,7 @@ def test_chunks_are_gap_free_and_the_final_record_adds_up(room):
     ids = [token for chunk in chunks for token in chunk.ids]
     assert [chunk.first for chunk in chunks] == list(range(12))
     assert (final.finish_reason, final.completion_tokens, final.max_tokens_used) == ("length", 12, 12)
-    assert final.sha256 == trajectory_hash(ids)
+    assert final.sha256 == trajectory_sha256(ids)
     assert final.prompt_tokens == len(room.loaded.tokenizer.encode("the quick brown fox"))
     assert (final.route, final.row_invariant, final.cached_tokens) == ("serial_b1", False, 0)
     assert final.speculation == {"drafted": 0, "accepted_by_depth": [], "verify_forwards": 12, "widths": {"1": 12}}
@@ -53,7 +54,7 @@ def test_chunks_are_gap_free_and_the_final_record_adds_up(room):
 def test_the_end_token_ends_the_answer_and_belongs_to_its_ids(room):
     chunks, final = room.run({"prompt": "the", "logit_bias": {"1": 1000}, "max_tokens": 9})
     assert [chunk.ids for chunk in chunks] == [(1,)]
-    assert (final.finish_reason, chunks[0].text, final.sha256) == ("stop", "", trajectory_hash([1]))
+    assert (final.finish_reason, chunks[0].text, final.sha256) == ("stop", "", trajectory_sha256([1]))
 
 
 def test_a_stop_string_cuts_the_text_and_ends_the_ids_with_the_one_that_completed_it(room):
@@ -149,7 +150,7 @@ def test_cancel_ends_a_long_prompt_at_the_next_chunk(tiny):
     room.cancelled = lambda: ("prefill", 64, 400) in room.heard
     chunks, final = room.run({"token_ids": [5] * 400})
     assert (chunks, final.finish_reason, final.completion_tokens) == ([], "cancelled", 0)
-    assert (final.first_token_s, final.sha256) == (None, trajectory_hash([]))
+    assert (final.first_token_s, final.sha256) == (None, trajectory_sha256([]))
     assert room.heard == [("prefill", 0, 400), ("prefill", 32, 400), ("prefill", 64, 400)]
     room.cancelled = lambda: False
     assert len(room.ids({**PROMPT, "max_tokens": 3})) == 3

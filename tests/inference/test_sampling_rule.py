@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
+from mtplx.trajectory import trajectory_sha256
 from worker.engine.sample import KeyedSampler, RawLogits, Sampling, gumbel, key, penalties, splitmix64
-from worker.job import trajectory_hash
 
 
 def log_softmax(logits):
@@ -48,9 +48,9 @@ def test_bits_and_noise_match_the_golden_vectors_at_even_and_odd_widths(vectors)
         )
 
 
-def test_trajectory_hashes_match_the_golden_vectors(vectors):
+def test_trajectory_sha256es_match_the_golden_vectors(vectors):
     for entry in vectors["trajectory"]:
-        assert trajectory_hash(entry["ids"]) == entry["sha256"]
+        assert trajectory_sha256(entry["ids"]) == entry["sha256"]
 
 
 def test_noise_is_finite_at_both_ends_of_the_unit_interval():

@@ -1,4 +1,5 @@
-"""Golden vectors of MTX/1, made from mtplx/messages.py.
+"""Golden vectors of MTX/1, made from mtplx.trajectory import trajectory_sha256
+from mtplx/messages.py.
 
 `PYTHONPATH=tests python -m protocol.make_vectors` writes them.
 
@@ -21,7 +22,7 @@ from mtplx import messages as m
 from mtplx import wire
 from mtplx.job import Job
 from mtplx.messages import FROM_CLIENT, FROM_WORKER, MAGIC, TO_CLIENT, TO_WORKER, Message, Submit, Wire
-from mtplx.script import trajectory_sha256
+from mtplx.trajectory import trajectory_sha256
 
 HERE = Path(__file__).parent / "vectors"
 TABLES = {"from_client": FROM_CLIENT, "to_client": TO_CLIENT, "from_worker": FROM_WORKER, "to_worker": TO_WORKER}

@@ -94,7 +94,7 @@ def test_the_jobs_of_the_vectors_are_jobs():
             assert not isinstance(message, Submit) or job in (make_vectors.SMALL_JOB, make_vectors.LARGE_JOB)
 
 
-def test_a_trajectory_hash_is_over_little_endian_words():
+def test_a_trajectory_sha256_is_over_little_endian_words():
     empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
     assert VECTORS["hashes"][0] == {"ids": [], "sha256": empty}
     # sha256 of the bytes 01 00 00 00 02 00 00 00 03 00 00 00
