@@ -31,6 +31,11 @@ log = logging.getLogger("mtplx.broker")
 
 # Messages read from one socket in one turn, so that a flood on one cannot starve the other.
 MAX_PER_TURN: Final = 100
+# Messages sent to one producer in one turn, and the seconds a turn may send for: packing a kept answer takes time.
+MAX_SENT_PER_TURN: Final = 16
+SEND_FOR_S: Final = 0.02
+# A loop that fails turn after turn serves nobody; it ends, and is started anew.
+MAX_FAILED_TURNS: Final = 20
 # libzmq may report a broken connection a moment before it refuses to send on it.
 PROBE_AGAIN_S: Final = 0.05
 RETRY_S: Final = 0.01
@@ -86,6 +91,7 @@ class Loop:
         self._wake_reader, self._wake_writer = sockets.socketpair()
         self._locks: list[int] = []
         self._probe_at: float | None = None
+        self._failed_turns = 0
         self._stop_signals = 0
         self._stop_at: float | None = None
 
@@ -140,10 +146,22 @@ class Loop:
             self._receive(self._back, self._on_worker_frames)
         if self._front in ready:
             self._receive(self._front, self._on_client_frames)
-        self._machine.tick(now())
+        self._tick()
         self._send_to_worker()
         self._send_to_clients()
         self._trace()
+
+    def _tick(self) -> None:
+        try:
+            self._machine.tick(now())
+        except Exception:
+            log.exception("a turn could not be ended")
+            self._machine.jobs.counters["internal_errors"] += 1
+            self._failed_turns += 1
+            if self._failed_turns >= MAX_FAILED_TURNS:
+                raise
+        else:
+            self._failed_turns = 0
 
     def _trace(self) -> None:
         if self._tracer is None:
@@ -211,13 +229,13 @@ class Loop:
         outgoing = self._machine.back.outgoing
         while outgoing:
             route, message = outgoing[0]
-            sent = self._try_send(self._back, [route, *encode(message)])
+            sent = self._say(self._back, route, message)
             if sent is None and self._machine.back.is_worker(route):
                 return
-            # Refusals that their peer does not read are dropped: they must not stand before the worker's messages.
+            # What a lost or refused worker does not read is dropped: it must not stand before the worker's own.
             outgoing.popleft()
             if sent is None:
-                self._machine.jobs.counters["worker_refusals_dropped"] += 1
+                self._machine.jobs.counters["worker_messages_dropped"] += 1
             elif not sent:
                 self._machine.back.on_unreachable(route, now())
 
@@ -225,15 +243,39 @@ class Loop:
         outboxes = self._machine.jobs.outboxes
         at = now()
         for route in outboxes.due(at.mono):
-            while (message := outboxes.offer(route)) is not None:
-                sent = self._try_send(self._front, [route, *encode(message)])
-                if sent is None:
-                    outboxes.blocked(route, at.mono)
-                    break
-                if not sent:
-                    self._machine.on_client_gone(route, at)
-                    break
-                outboxes.sent(route)
+            self._send_some(route, at)
+            # Whoever was served is last in the next turn, however early this one has to stop.
+            outboxes.rotate(route)
+            if time.monotonic() - at.mono >= SEND_FOR_S:
+                return
+
+    def _send_some(self, route: bytes, at: Now) -> None:
+        outboxes = self._machine.jobs.outboxes
+        until = at.mono + SEND_FOR_S
+        for _ in range(MAX_SENT_PER_TURN):
+            message = outboxes.offer(route)
+            if message is None:
+                return
+            sent = self._say(self._front, route, message)
+            if sent is None:
+                outboxes.blocked(route, at.mono)
+                return
+            if not sent:
+                self._machine.on_client_gone(route, at)
+                return
+            outboxes.sent(route)
+            if time.monotonic() >= until:
+                return
+
+    def _say(self, socket: zmq.Socket[bytes], route: bytes, message: m.Message) -> bool | None:
+        try:
+            frames = encode(message)
+        except Exception:
+            # What no frame can hold must never end the service; its peer counts as gone.
+            log.exception("a message could not be encoded")
+            self._machine.jobs.counters["internal_errors"] += 1
+            return False
+        return self._try_send(socket, [route, *frames])
 
     def _try_send(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> bool | None:
         """True when sent, False when the peer is gone, None when its pipe is full."""

@@ -86,6 +86,12 @@ class Outboxes:
         """Clients that have something to be said and are not waiting for a retry."""
         return [route for route in self.pending if self.clients[route].retry_at <= now]
 
+    def rotate(self, route: bytes) -> None:
+        """Put *route* behind the others in `due`."""
+        if route in self.pending:
+            del self.pending[route]
+            self.pending[route] = None
+
     def next_retry(self) -> float | None:
         """When the first of the blocked clients is due; 0 where one is due already."""
         return min((self.clients[route].retry_at for route in self.pending), default=None)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from broker.record import Now, Record
 from mtplx import messages as m
 from mtplx.errors import CODES, WireError
 from mtplx.trajectory import trajectory_sha256
+
+MAX_SHOWN: Final = 8
 
 
 def error(fault: WireError, job_id: bytes | None) -> m.Error:
@@ -30,7 +32,10 @@ def coded(code: str, message: str, job_id: bytes | None = None, detail: dict[str
 
 def version_error(versions: tuple[int, ...]) -> m.Error:
     """The answer to a HELLO that offers no version spoken here."""
-    asked = ", ".join(map(str, versions)) or "none"
+    # A header must hold it, however many were offered.
+    asked = ", ".join(map(str, versions[:MAX_SHOWN])) or "none"
+    if len(versions) > MAX_SHOWN:
+        asked += " ..."
     return coded(
         "E_VERSION",
         f"This broker speaks MTX version {m.VERSION}, the producer {asked}; update the older of the two.",

@@ -21,6 +21,8 @@ PREFIX: Final = "MTPLX_"
 STAGES: Final = ("auto", "h0", "h1", "h2")
 PRESETS: Final = ("solo", "latency", "agent", "throughput")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+# WELCOME tells limits, and milliseconds are a thousand times more; both must fit 64 bits.
+MAX_NUMBER: Final = 2**53
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 
 
@@ -84,6 +86,9 @@ class Settings:
         for name in ("queue_jobs", "queue_bytes", "max_job_bytes", "prefill_chunk", "beat_s", "dead_s", "stall_s"):
             if getattr(self, name) <= 0:
                 raise SettingsError(f"{flag(name)} must be above 0, not {getattr(self, name)}.")
+        for name, item in _FIELDS.items():
+            if item.type in ("int", "float") and getattr(self, name) > MAX_NUMBER:
+                raise SettingsError(f"{flag(name)} must be at most {MAX_NUMBER}, not {getattr(self, name)}.")
         for name in ("retain_s", "orphan_s", "drain_s", "retain_bytes"):
             if getattr(self, name) < 0:
                 raise SettingsError(f"{flag(name)} must not be negative, not {getattr(self, name)}.")

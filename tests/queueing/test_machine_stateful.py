@@ -17,7 +17,8 @@ from mtplx.errors import ProtocolError
 
 PICK = st.integers(0, 1000)
 CREDIT = st.sampled_from([None, None, 0, 1, 3])
-LIMIT_MS = st.sampled_from([None, None, None, 500, 5_000, 10**15])
+LIMIT_MS = st.sampled_from([None, None, None, 500, 5_000, 10**15, 2**64 - 1])
+EXTREME = st.sampled_from([0, 1, 2**53, 2**64 - 1])
 
 
 class Queue(RuleBasedStateMachine):
@@ -108,6 +109,21 @@ class Queue(RuleBasedStateMachine):
         self.tell(route, m.Resume(job, old.next_seq, old.tokens, credit))
         self.rig.facts[job].view = View(route, old.next_seq, old.tokens)
         self.turn()
+
+    @rule(who=PICK, which=PICK, next_seq=st.sampled_from([2**53 + 1, 2**64 - 1]), tokens=EXTREME)
+    def resume_at_a_number_nobody_can_count_on(self, who, which, next_seq, tokens):
+        job = self.any_job(which)
+        if job is not None:
+            self.tell(self.client(who), m.Resume(job, next_seq, tokens, credit=2**64 - 1))
+            self.turn()
+
+    @rule(who=PICK, which=PICK, start=st.sampled_from([2**53 - 1, 2**53]), credit=EXTREME)
+    def resume_from_the_start_with_the_largest_numbers(self, who, which, start, credit):
+        job, route = self.any_job(which), self.client(who)
+        if job is not None:
+            self.tell(route, m.Resume(job, start, 0, credit))
+            self.rig.facts[job].view = View(route, start)
+            self.turn()
 
     @rule(which=PICK, more=st.integers(0, 3))
     def give_credit(self, which, more):
@@ -310,7 +326,7 @@ class Queue(RuleBasedStateMachine):
                     and fact.view.route in self.routes
                     and job in rig.jobs.records
                 ):
-                    self.tell(fact.view.route, m.GiveCredit(job, 10**9))
+                    self.tell(fact.view.route, m.GiveCredit(job, 2**64 - 1))
             if rig.back.worker is None and not rig.machine.draining:
                 self.worker_comes(again=False)
             if rig.running is not None and rig.back.worker is not None and self.can_work():
