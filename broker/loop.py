@@ -263,7 +263,7 @@ class Loop:
             if not sent:
                 self._machine.on_client_gone(route, at)
                 return
-            outboxes.sent(route)
+            self._machine.jobs.sent(route, at)
             if time.monotonic() >= until:
                 return
 

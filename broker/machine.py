@@ -1,6 +1,6 @@
 """The broker's rules: an event and the time go in, messages to be sent come out. No sockets, no clock.
 
-Messages to producers wait in `outboxes`, messages to workers in `to_worker`; whoever runs the machine
+Messages to producers wait in `jobs.outboxes`, messages to workers in `back.outgoing`; whoever runs the machine
 sends them after each turn and reports what could not be sent as another event.
 """
 
@@ -162,7 +162,9 @@ class Machine:
             return
         self.jobs.tell(route, words.admitted(record, self.jobs.position(record), self.identity.boot_id, dup=True))
         if record.reading.route != route:
-            self.jobs.read_from(record, Reading(route, message.credit))
+            if record.run is not None:
+                self.jobs.tell(route, words.started(record, record.run))
+            self.jobs.read_from(record, Reading(route, message.credit), now)
 
     def _cancel(self, route: bytes, message: m.Cancel, now: Now) -> None:
         record = self._known(route, message.id)
@@ -172,7 +174,7 @@ class Machine:
         if record.reading.route != route:
             self.jobs.tell(route, m.StatusReply(health.job_status(self.jobs, record)))
 
-    def _resume(self, route: bytes, message: m.Resume, _now: Now) -> None:
+    def _resume(self, route: bytes, message: m.Resume, now: Now) -> None:
         record = self._known(route, message.id)
         if record is None:
             return
@@ -184,7 +186,7 @@ class Machine:
             self.jobs.tell(route, words.error(ProtocolError(wrong[1], field=wrong[0]), None))
             return
         credit = None if message.credit is None else message.next_seq + message.credit
-        self.jobs.read_from(record, Reading(route, credit, piece, message.next_seq))
+        self.jobs.read_from(record, Reading(route, credit, piece, message.next_seq), now)
 
     def _give_credit(self, route: bytes, message: m.GiveCredit, _now: Now) -> None:
         record = self._known(route, message.id)
@@ -230,6 +232,8 @@ class Machine:
             self.back.cancel_run()
 
     def _orphan(self, record: Record, now: Now, after_s: float) -> None:
+        if record.phase is Phase.ENDED:
+            self.jobs.left(record, now)
         if record.phase is Phase.ENDED or record.finish:
             return
         record.orphan_until = now.mono + after_s
@@ -258,7 +262,7 @@ class Machine:
             self._next_beat = now.mono + self.settings.beat_s
             self._beat()
             # Some may have been read to their end since.
-            self.jobs.trim()
+            self.jobs.trim(now)
         if self.draining:
             self._go_on_draining(now)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from broker.record import Now, Record
+from broker.record import Now, Record, Run
 from mtplx import messages as m
 from mtplx.errors import CODES, WireError
 from mtplx.trajectory import trajectory_sha256
@@ -46,6 +46,11 @@ def version_error(versions: tuple[int, ...]) -> m.Error:
 def admitted(record: Record, position: int, boot_id: bytes, *, dup: bool) -> m.Admitted:
     """The promise that the job is in the line."""
     return m.Admitted(record.id, record.admit_seq, position, boot_id, record.seed, dup)
+
+
+def started(record: Record, run: Run) -> m.Started:
+    """The news that the job was handed to the worker."""
+    return m.Started(record.id, run.attempt, run.model, run.started.mono - record.admitted.mono)
 
 
 def cancelled(record: Record, now: Now) -> m.Done:
@@ -126,6 +131,17 @@ def worker_lost(record: Record, why: str) -> m.Error:
         f"The worker {why} while it ran this job; submit it again under a new id.",
         record.id,
         {"reason": why, "tokens": record.tokens},
+    )
+
+
+def slow_reader(record: Record, limit: int) -> m.Error:
+    """The last word of a job whose answer could not wait any longer for its reader."""
+    return coded(
+        "E_SLOW_READER",
+        f"Unread answers fill more than {limit} bytes and this, the oldest, was dropped; read faster, "
+        "or submit with credit and fewer jobs at once.",
+        record.id,
+        {"tokens": record.tokens, "limit": limit},
     )
 
 

@@ -7,7 +7,14 @@ from dataclasses import replace
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from queueing.model import CheckedRig, Fact, View
 from queueing.rig import BEATS, body, job_id
 
@@ -40,13 +47,17 @@ class Queue(RuleBasedStateMachine):
         self.workers = 0
         self.hung: set[bytes] = set()
 
+    @initialize(retain_bytes=st.sampled_from([2_500, 10**8]))
+    def memory_is_small_or_large(self, retain_bytes):
+        self.rig.jobs.settings = replace(self.rig.jobs.settings, retain_bytes=retain_bytes)
+
     # --- producers
 
     def client(self, pick: int) -> bytes:
         return self.routes[pick % len(self.routes)]
 
     def any_job(self, pick: int) -> bytes | None:
-        known = [job for job, fact in self.rig.facts.items() if fact.admit_seq is not None]
+        known = [job for job in self.rig.facts if job in self.rig.jobs.records]
         return known[-1 - pick % min(len(known), 8)] if known else None
 
     def tell(self, route: bytes, message: m.Message) -> None:
@@ -306,6 +317,13 @@ class Queue(RuleBasedStateMachine):
         assert len(line) <= 5
         assert self.rig.gate.line_bytes <= 4000
         assert [one.admit_seq for one in line] == sorted(one.admit_seq for one in line)
+
+    @invariant()
+    def unread_answers_are_bounded(self):
+        jobs = self.rig.jobs
+        old = [one for one in jobs.records.values() if one.unread and one.phase is Phase.ENDED]
+        old = [one for one in old if self.rig.clock.seconds - one.filed > 2 * jobs.settings.beat_s]
+        assert sum(one.kept_bytes for one in old) <= jobs.settings.retain_bytes
 
     @invariant()
     def no_client_is_remembered_that_has_nothing_open(self):
