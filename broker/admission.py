@@ -93,11 +93,13 @@ class Gate:
         """Move the first of the line into the slot, to run on *model*."""
         if self.slot is not None or self.first() is not record:
             raise AssertionError("the slot is taken, or the job is not first")
+        assert record.run is not None
+        attempt = record.run.attempt
         record.move(Move.DISPATCH)
         self._leave_line(record)
         self.slot = record
         self.queue_wait_s.append(now.mono - record.admitted.mono)
-        self.note("dispatched", record.id, now, model=model, attempt=record.run.attempt if record.run else 1)
+        self.note("dispatched", record.id, now, model=model, attempt=attempt)
 
     def end(self, record: Record, now: Now, outcome: str, attributes: dict[str, Any]) -> None:
         """Count the end of *record*, waiting or running, and free its place."""
@@ -115,8 +117,8 @@ class Gate:
         if self.slot is not record:
             raise AssertionError("a job ended that was not in the slot")
         self.slot = None
-        if record.run is not None:
-            self.run_s.append(now.mono - record.run.started.mono)
+        assert record.run is not None
+        self.run_s.append(now.mono - record.run.started.mono)
         if isinstance(record.last_word, Done):
             self.completed_total += 1
             self._count_widths(record.last_word.run.get("speculation") or {})

@@ -57,7 +57,7 @@ class Jobs:
     def end(self, record: Record, last_word: m.Done | m.Error, now: Now) -> None:
         """Give *record* its one last word and free its place."""
         record.last_word = last_word
-        self.gate.end(record, now, words.outcome(last_word), words.end_attributes(record, last_word))
+        self.gate.end(record, now, words.outcome(last_word), words.end_attributes(record, last_word, now))
         record.body = b""
         record.headers = None
         self.outboxes.mark(record)

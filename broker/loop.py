@@ -55,6 +55,9 @@ class Tracer(Protocol):
     def record(self, moments: list[Moment]) -> None:
         """Build spans; must not block."""
 
+    def lost(self) -> dict[str, int]:
+        """Counts of spans that did not arrive, for health."""
+
     def close(self) -> None:
         """Flush within a bounded time."""
 
@@ -168,6 +171,8 @@ class Loop:
             return
         try:
             self._tracer.record(self._machine.jobs.gate.take_moments())
+            for name, count in self._tracer.lost().items():
+                self._machine.jobs.counters[name] = count
         except Exception:
             # Telemetry can never hurt a job.
             log.exception("spans could not be built")

@@ -152,9 +152,22 @@ def outcome(last_word: m.Done | m.Error) -> str:
     return last_word.code.removeprefix("E_").lower()
 
 
-def end_attributes(record: Record, last_word: m.Done | m.Error) -> dict[str, Any]:
-    """What the end of a job adds to its spans."""
-    found: dict[str, Any] = {"tokens": record.tokens, "chunks": record.reading.next_seq}
+def end_attributes(record: Record, last_word: m.Done | m.Error, now: Now) -> dict[str, Any]:
+    """What the end of a job at *now* adds to its spans. The worker's times win over the broker's own."""
+    found: dict[str, Any] = {"tokens": record.tokens, "chunks": len(record.answer.pieces) if record.answer else 0}
+    timings = _clocked(record, now)
     if isinstance(last_word, m.Error):
-        return {**found, "error": last_word.code}
-    return {**found, "usage": last_word.usage, "run": last_word.run, "timings": last_word.timings}
+        return {**found, "error": last_word.code, "timings": timings}
+    return {**found, "usage": last_word.usage, "run": last_word.run, "timings": {**timings, **last_word.timings}}
+
+
+def _clocked(record: Record, now: Now) -> dict[str, float]:
+    """The times of an attempt as the broker saw them; empty where there was no token."""
+    if record.run is None or record.run.first_token is None:
+        return {}
+    first = record.run.first_token.mono
+    return {
+        "prefill_s": first - record.run.started.mono,
+        "decode_s": now.mono - first,
+        "time_to_first_token_s": first - record.admitted.mono,
+    }
