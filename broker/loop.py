@@ -39,9 +39,6 @@ MAX_FAILED_TURNS: Final = 20
 # libzmq may report a broken connection a moment before it refuses to send on it.
 PROBE_AGAIN_S: Final = 0.05
 RETRY_S: Final = 0.01
-# Beyond the drain limit, for last words to leave.
-GOODBYE_S: Final = 3.0
-
 
 # Plain numbers: pyzmq's enums cost more than the calls they are handed to.
 RECEIVE_NOW: Final = int(zmq.NOBLOCK)
@@ -96,7 +93,6 @@ class Loop:
         self._probe_at: float | None = None
         self._failed_turns = 0
         self._stop_signals = 0
-        self._stop_at: float | None = None
 
     def bind(self) -> None:
         """Take both endpoints; raises LockedError where another broker has them."""
@@ -116,13 +112,17 @@ class Loop:
         for socket in (self._front, self._back, self._monitor):
             poller.register(socket, zmq.POLLIN)
         poller.register(self._wake_reader.fileno(), zmq.POLLIN)
-        while not self._finished():
+        while not self._machine.drained:
             ready = dict(poller.poll(self._timeout_ms()))
             if STDIN in ready and stdin_ended():
                 poller.unregister(STDIN)
                 os.kill(os.getpid(), signal.SIGTERM)
             self._turn(ready)
-        log.info("drained")
+        unread = len(self._machine.jobs.outboxes.clients)
+        if unread:
+            log.warning("stopped; %d producers have not read all that was theirs", unread)
+        else:
+            log.info("drained")
 
     def close(self) -> None:
         """Say goodbye within GOODBYE_MS, flush spans, free the endpoints."""
@@ -307,8 +307,6 @@ class Loop:
             wakes.append(at + RETRY_S)
         if self._probe_at is not None:
             wakes.append(self._probe_at)
-        if self._stop_at is not None:
-            wakes.append(self._stop_at)
         # Round up: waking a moment early would spin.
         return max(0, int((min(wakes) - at) * 1000) + 1) if min(wakes) > at else 0
 
@@ -331,9 +329,3 @@ class Loop:
             limit = self._settings.drain_s if self._stop_signals == 1 else 0.0
             log.info("stopping: the running job has %.0f s to end", limit)
             self._machine.drain(now(), limit)
-            self._stop_at = time.monotonic() + limit + GOODBYE_S
-
-    def _finished(self) -> bool:
-        if self._machine.drained:
-            return True
-        return self._stop_at is not None and time.monotonic() >= self._stop_at

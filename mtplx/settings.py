@@ -43,8 +43,8 @@ def _setting(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
-def _default_cache() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME")
+def _default_cache(environ: Mapping[str, str] = os.environ) -> Path:
+    home = environ.get("XDG_CACHE_HOME")
     return paths.default_cache(Path(home) if home else None)
 
 
@@ -83,6 +83,20 @@ class Settings:
         _one_of("hyper_stage", self.hyper_stage, STAGES)
         _one_of("batching_preset", self.batching_preset, PRESETS)
         _one_of("log_level", self.log_level, LOG_LEVELS)
+        self._check_numbers()
+        if self.dead_s < 2 * self.beat_s:
+            raise SettingsError(f"--dead-s ({self.dead_s}) must be at least twice --beat-s ({self.beat_s}).")
+        for name in ("front", "back"):
+            check_endpoint(flag(name), self.endpoint(name))
+        if _place(self.endpoint("front")) == _place(self.endpoint("back")):
+            raise SettingsError(
+                f"--front {self.endpoint('front')} and --back {self.endpoint('back')} are one endpoint; "
+                "producers and the worker need one each."
+            )
+        if self.scheduler_mode is SchedulerMode.HYPER:
+            self._refuse_batching()
+
+    def _check_numbers(self) -> None:
         for name in ("queue_jobs", "queue_bytes", "max_job_bytes", "prefill_chunk", "beat_s", "dead_s", "stall_s"):
             if getattr(self, name) <= 0:
                 raise SettingsError(f"{flag(name)} must be above 0, not {getattr(self, name)}.")
@@ -92,12 +106,6 @@ class Settings:
         for name in ("retain_s", "orphan_s", "drain_s", "retain_bytes"):
             if getattr(self, name) < 0:
                 raise SettingsError(f"{flag(name)} must not be negative, not {getattr(self, name)}.")
-        if self.dead_s < 2 * self.beat_s:
-            raise SettingsError(f"--dead-s ({self.dead_s}) must be at least twice --beat-s ({self.beat_s}).")
-        for name in ("front", "back"):
-            check_endpoint(flag(name), self.endpoint(name))
-        if self.scheduler_mode is SchedulerMode.HYPER:
-            self._refuse_batching()
 
     def _refuse_batching(self) -> None:
         reasons = {
@@ -141,6 +149,7 @@ class Settings:
         given.update({name: _parsed(flag(name), name, value) for name, value in (flags or {}).items()})
         if not given.get("otlp_endpoint"):
             given["otlp_endpoint"] = environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
+        given.setdefault("cache_dir", _default_cache(environ))
         return cls(**given)
 
     def endpoint(self, side: str) -> str:
@@ -172,6 +181,14 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _place(endpoint: str) -> str:
+    """One spelling for each place that can be bound."""
+    if endpoint.startswith("ipc://"):
+        return os.path.realpath(endpoint.removeprefix("ipc://"))
+    # The loopback names share their ports, or may: one port is taken for one place.
+    return f"port {urlsplit(endpoint).port}"
+
+
 def check_endpoint(where: str, endpoint: str) -> None:
     """Refuse what cannot be bound safely: an over-long ipc path, or tcp beyond this machine."""
     if endpoint.startswith("ipc:///"):
@@ -182,7 +199,7 @@ def check_endpoint(where: str, endpoint: str) -> None:
             host, port = urlsplit(endpoint).hostname, urlsplit(endpoint).port
         except ValueError:
             host = port = None
-        if port is None:
+        if not port:
             raise SettingsError(f"{where} {endpoint} has no port; write tcp://127.0.0.1:5555.")
         if host not in LOOPBACK:
             raise SettingsError(

@@ -1,5 +1,7 @@
 """Numbers and texts at the edge of what frames can hold: whatever a peer says, the answer can be sent."""
 
+from pathlib import Path
+
 import pytest
 from queueing.rig import WORKER, Rig, body, job_id
 
@@ -100,3 +102,11 @@ def test_a_hello_with_thousands_of_versions_is_answered_within_a_header():
 def test_settings_that_no_frame_could_tell_are_refused(name):
     with pytest.raises(SettingsError, match="at most"):
         Settings.load({name: 1e30 if name.endswith("_s") else 10**30, "dead_s": 2**53}, environ={})
+
+
+def test_the_cache_folder_follows_the_environment_that_was_given(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/tmp/of-the-process")
+    assert Settings.load(environ={"XDG_CACHE_HOME": "/tmp/given"}).cache_dir == Path("/tmp/given/mtplx")
+    assert "/tmp/of-the-process" not in str(Settings.load(environ={}).cache_dir)
+    asked = Settings.load(environ={"XDG_CACHE_HOME": "/tmp/given", "MTPLX_CACHE_DIR": "/tmp/asked"})
+    assert asked.cache_dir == Path("/tmp/asked")
