@@ -1,4 +1,4 @@
-"""The broker's loop: the only file here with sockets and a clock.
+"""The broker's loop: the only file here that sends, receives and reads a clock.
 
 One turn: receive what is there, let the machine decide, send what it says, then build the spans.
 """
