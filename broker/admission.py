@@ -21,6 +21,8 @@ from mtplx.messages import Done
 # Waits and runs of the last jobs that health summarises.
 WINDOW: Final = 1000
 DEFAULT_RETRY_MS: Final = 1000
+# Widths as the worker spells them; no forward has more rows.
+WIDTHS: Final = {str(width): width for width in range(1, 1025)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +93,13 @@ class Gate:
         """Move the first of the line into the slot, to run on *model*."""
         if self.slot is not None or self.first() is not record:
             raise AssertionError("the slot is taken, or the job is not first")
+        assert record.run is not None
+        attempt = record.run.attempt
         record.move(Move.DISPATCH)
         self._leave_line(record)
         self.slot = record
         self.queue_wait_s.append(now.mono - record.admitted.mono)
-        self.note("dispatched", record.id, now, model=model, attempt=record.run.attempt if record.run else 1)
+        self.note("dispatched", record.id, now, model=model, attempt=attempt)
 
     def end(self, record: Record, now: Now, outcome: str, attributes: dict[str, Any]) -> None:
         """Count the end of *record*, waiting or running, and free its place."""
@@ -113,8 +117,8 @@ class Gate:
         if self.slot is not record:
             raise AssertionError("a job ended that was not in the slot")
         self.slot = None
-        if record.run is not None:
-            self.run_s.append(now.mono - record.run.started.mono)
+        assert record.run is not None
+        self.run_s.append(now.mono - record.run.started.mono)
         if isinstance(record.last_word, Done):
             self.completed_total += 1
             self._count_widths(record.last_word.run.get("speculation") or {})
@@ -128,11 +132,12 @@ class Gate:
     def _count_widths(self, speculation: dict[str, Any]) -> None:
         # The worker's figures are for people: strange ones count as none and never cost a job its end.
         told = speculation.get("widths")
-        widths = [int(width) for width in told if str(width).isdecimal()] if isinstance(told, dict) else []
+        widths = [WIDTHS[width] for width in told if width in WIDTHS] if isinstance(told, dict) else []
         self.widths[str(max(widths, default=1))] += 1
         for name in ("rows_launched", "rows_committed", "fork_attempts", "fork_wins"):
             count = speculation.get(name)
-            self.rows[name] += count if isinstance(count, int) else 0
+            # Below 2^53 a sum of any number of jobs still fits a frame.
+            self.rows[name] += count if type(count) is int and 0 <= count < 2**53 else 0
 
     def refused(self, job_id: bytes, now: Now, code: str, headers: dict[str, str] | None) -> None:
         """Count a refusal."""

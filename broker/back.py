@@ -110,14 +110,13 @@ class Back:
                 record = self._jobs.gate.first()
                 continue
             self._lease += 1
-            record.run = Run(self._lease, 1, now)
+            record.run = Run(self._lease, 1, now, self.worker.ready.model)
             self._jobs.gate.dispatch(record, self.worker.ready.model, now)
             self.worker.progress_at = now.mono
             self.worker.phase, self.worker.done, self.worker.total = "prefill", 0, 0
             run = m.Run(record.id, 1, self._lease, record.seed, record.body, record.headers)
             self.outgoing.append((self.worker.route, run))
-            wait = now.mono - record.admitted.mono
-            self._jobs.tell_reader(record, m.Started(record.id, 1, self.worker.ready.model, wait))
+            self._jobs.tell_reader(record, words.started(record, record.run))
             record = self._jobs.gate.first()
 
     def cancel_run(self) -> None:

@@ -60,7 +60,7 @@ def job_list(jobs: Jobs) -> dict[str, Any]:
     """The running job, the line, then finished jobs, the newest first; MAX_LISTED of each."""
     listed = [job_status(jobs, jobs.gate.slot)] if jobs.gate.slot else []
     listed += [job_status(jobs, record, place) for place, record in islice(jobs.gate.positions(), MAX_LISTED)]
-    listed += [job_status(jobs, record) for record in islice(jobs.finished(), MAX_LISTED)]
+    listed += [job_status(jobs, record) for record in jobs.finished(MAX_LISTED)]
     return {"jobs": listed, "total": len(jobs.records)}
 
 

@@ -1,4 +1,4 @@
-"""The broker's loop: the only file here with sockets and a clock.
+"""The broker's loop: the only file here that sends, receives and reads a clock.
 
 One turn: receive what is there, let the machine decide, send what it says, then build the spans.
 """
@@ -31,12 +31,14 @@ log = logging.getLogger("mtplx.broker")
 
 # Messages read from one socket in one turn, so that a flood on one cannot starve the other.
 MAX_PER_TURN: Final = 100
+# Messages sent to one producer in one turn, and the seconds a turn may send for: packing a kept answer takes time.
+MAX_SENT_PER_TURN: Final = 16
+SEND_FOR_S: Final = 0.02
+# A loop that fails turn after turn serves nobody; it ends, and is started anew.
+MAX_FAILED_TURNS: Final = 20
 # libzmq may report a broken connection a moment before it refuses to send on it.
 PROBE_AGAIN_S: Final = 0.05
 RETRY_S: Final = 0.01
-# Beyond the drain limit, for last words to leave.
-GOODBYE_S: Final = 3.0
-
 
 # Plain numbers: pyzmq's enums cost more than the calls they are handed to.
 RECEIVE_NOW: Final = int(zmq.NOBLOCK)
@@ -49,6 +51,9 @@ class Tracer(Protocol):
 
     def record(self, moments: list[Moment]) -> None:
         """Build spans; must not block."""
+
+    def lost(self) -> dict[str, int]:
+        """Counts of spans that did not arrive, for health."""
 
     def close(self) -> None:
         """Flush within a bounded time."""
@@ -86,8 +91,8 @@ class Loop:
         self._wake_reader, self._wake_writer = sockets.socketpair()
         self._locks: list[int] = []
         self._probe_at: float | None = None
+        self._failed_turns = 0
         self._stop_signals = 0
-        self._stop_at: float | None = None
 
     def bind(self) -> None:
         """Take both endpoints; raises LockedError where another broker has them."""
@@ -107,13 +112,17 @@ class Loop:
         for socket in (self._front, self._back, self._monitor):
             poller.register(socket, zmq.POLLIN)
         poller.register(self._wake_reader.fileno(), zmq.POLLIN)
-        while not self._finished():
+        while not self._machine.drained:
             ready = dict(poller.poll(self._timeout_ms()))
             if STDIN in ready and stdin_ended():
                 poller.unregister(STDIN)
                 os.kill(os.getpid(), signal.SIGTERM)
             self._turn(ready)
-        log.info("drained")
+        unread = len(self._machine.jobs.outboxes.clients)
+        if unread:
+            log.warning("stopped; %d producers have not read all that was theirs", unread)
+        else:
+            log.info("drained")
 
     def close(self) -> None:
         """Say goodbye within GOODBYE_MS, flush spans, free the endpoints."""
@@ -140,16 +149,30 @@ class Loop:
             self._receive(self._back, self._on_worker_frames)
         if self._front in ready:
             self._receive(self._front, self._on_client_frames)
-        self._machine.tick(now())
+        self._tick()
         self._send_to_worker()
         self._send_to_clients()
         self._trace()
+
+    def _tick(self) -> None:
+        try:
+            self._machine.tick(now())
+        except Exception:
+            log.exception("a turn could not be ended")
+            self._machine.jobs.counters["internal_errors"] += 1
+            self._failed_turns += 1
+            if self._failed_turns >= MAX_FAILED_TURNS:
+                raise
+        else:
+            self._failed_turns = 0
 
     def _trace(self) -> None:
         if self._tracer is None:
             return
         try:
             self._tracer.record(self._machine.jobs.gate.take_moments())
+            for name, count in self._tracer.lost().items():
+                self._machine.jobs.counters[name] = count
         except Exception:
             # Telemetry can never hurt a job.
             log.exception("spans could not be built")
@@ -211,13 +234,13 @@ class Loop:
         outgoing = self._machine.back.outgoing
         while outgoing:
             route, message = outgoing[0]
-            sent = self._try_send(self._back, [route, *encode(message)])
+            sent = self._say(self._back, route, message)
             if sent is None and self._machine.back.is_worker(route):
                 return
-            # Refusals that their peer does not read are dropped: they must not stand before the worker's messages.
+            # What a lost or refused worker does not read is dropped: it must not stand before the worker's own.
             outgoing.popleft()
             if sent is None:
-                self._machine.jobs.counters["worker_refusals_dropped"] += 1
+                self._machine.jobs.counters["worker_messages_dropped"] += 1
             elif not sent:
                 self._machine.back.on_unreachable(route, now())
 
@@ -225,15 +248,39 @@ class Loop:
         outboxes = self._machine.jobs.outboxes
         at = now()
         for route in outboxes.due(at.mono):
-            while (message := outboxes.offer(route)) is not None:
-                sent = self._try_send(self._front, [route, *encode(message)])
-                if sent is None:
-                    outboxes.blocked(route, at.mono)
-                    break
-                if not sent:
-                    self._machine.on_client_gone(route, at)
-                    break
-                outboxes.sent(route)
+            self._send_some(route, at)
+            # Whoever was served is last in the next turn, however early this one has to stop.
+            outboxes.rotate(route)
+            if time.monotonic() - at.mono >= SEND_FOR_S:
+                return
+
+    def _send_some(self, route: bytes, at: Now) -> None:
+        outboxes = self._machine.jobs.outboxes
+        until = at.mono + SEND_FOR_S
+        for _ in range(MAX_SENT_PER_TURN):
+            message = outboxes.offer(route)
+            if message is None:
+                return
+            sent = self._say(self._front, route, message)
+            if sent is None:
+                outboxes.blocked(route, at.mono)
+                return
+            if not sent:
+                self._machine.on_client_gone(route, at)
+                return
+            self._machine.jobs.sent(route, at)
+            if time.monotonic() >= until:
+                return
+
+    def _say(self, socket: zmq.Socket[bytes], route: bytes, message: m.Message) -> bool | None:
+        try:
+            frames = encode(message)
+        except Exception:
+            # What no frame can hold must never end the service; its peer counts as gone.
+            log.exception("a message could not be encoded")
+            self._machine.jobs.counters["internal_errors"] += 1
+            return False
+        return self._try_send(socket, [route, *frames])
 
     def _try_send(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> bool | None:
         """True when sent, False when the peer is gone, None when its pipe is full."""
@@ -260,8 +307,6 @@ class Loop:
             wakes.append(at + RETRY_S)
         if self._probe_at is not None:
             wakes.append(self._probe_at)
-        if self._stop_at is not None:
-            wakes.append(self._stop_at)
         # Round up: waking a moment early would spin.
         return max(0, int((min(wakes) - at) * 1000) + 1) if min(wakes) > at else 0
 
@@ -284,9 +329,3 @@ class Loop:
             limit = self._settings.drain_s if self._stop_signals == 1 else 0.0
             log.info("stopping: the running job has %.0f s to end", limit)
             self._machine.drain(now(), limit)
-            self._stop_at = time.monotonic() + limit + GOODBYE_S
-
-    def _finished(self) -> bool:
-        if self._machine.drained:
-            return True
-        return self._stop_at is not None and time.monotonic() >= self._stop_at

@@ -1,6 +1,6 @@
 """The broker's rules: an event and the time go in, messages to be sent come out. No sockets, no clock.
 
-Messages to producers wait in `outboxes`, messages to workers in `to_worker`; whoever runs the machine
+Messages to producers wait in `jobs.outboxes`, messages to workers in `back.outgoing`; whoever runs the machine
 sends them after each turn and reports what could not be sent as another event.
 """
 
@@ -27,6 +27,10 @@ PROGRESS_JOBS: Final = 16
 LAST_GRACE_S: Final = 2.0
 # When the last job has ended, readers get this long to take what is theirs.
 GOODBYE_S: Final = 2.0
+# Numbering goes on from what RESUME says, and must stay a number that every language can hold.
+MAX_NEXT_SEQ: Final = 2**53
+# RUN carries the headers of SUBMIT beside keys of its own, in a frame of the same limit.
+MAX_JOB_HEADERS: Final = 32 * 1024
 
 
 class Machine:
@@ -110,14 +114,15 @@ class Machine:
         if self.draining:
             raise JobError("The broker is stopping; submit again when it is back.", code="E_DRAINING")
         # What could not wait in an empty line must not be told to come back later.
-        for size, limit in (
-            (len(message.job), self.settings.max_job_bytes),
-            (_charge(message), self.settings.queue_bytes),
+        for field, size, limit in (
+            ("body", len(message.job), self.settings.max_job_bytes),
+            ("h", _headers_bytes(message), MAX_JOB_HEADERS),
+            ("body", _charge(message), self.settings.queue_bytes),
         ):
             if size > limit:
                 raise ProtocolError(
-                    f"The job has {size} bytes; at most {limit} are taken.",
-                    field="body",
+                    f"The job has {size} bytes in {field}; at most {limit} are taken.",
+                    field=field,
                     code="E_TOO_LARGE",
                     detail={"bytes": size, "limit": limit},
                 )
@@ -157,7 +162,9 @@ class Machine:
             return
         self.jobs.tell(route, words.admitted(record, self.jobs.position(record), self.identity.boot_id, dup=True))
         if record.reading.route != route:
-            self.jobs.read_from(record, Reading(route, message.credit))
+            if record.run is not None:
+                self.jobs.tell(route, words.started(record, record.run))
+            self.jobs.read_from(record, Reading(route, message.credit), now)
 
     def _cancel(self, route: bytes, message: m.Cancel, now: Now) -> None:
         record = self._known(route, message.id)
@@ -167,17 +174,19 @@ class Machine:
         if record.reading.route != route:
             self.jobs.tell(route, m.StatusReply(health.job_status(self.jobs, record)))
 
-    def _resume(self, route: bytes, message: m.Resume, _now: Now) -> None:
+    def _resume(self, route: bytes, message: m.Resume, now: Now) -> None:
         record = self._known(route, message.id)
         if record is None:
             return
         piece = record.answer.index_of(message.tokens) if record.answer else (0 if message.tokens == 0 else None)
-        if piece is None:
-            error = ProtocolError("No chunk of this job ended there.", field="tokens")
-            self.jobs.tell(route, words.error(error, None))
+        if piece is None or message.next_seq > MAX_NEXT_SEQ:
+            wrong = ("tokens", "No chunk of this job ended there.")
+            if message.next_seq > MAX_NEXT_SEQ:
+                wrong = ("next_seq", f"next_seq may be at most {MAX_NEXT_SEQ}.")
+            self.jobs.tell(route, words.error(ProtocolError(wrong[1], field=wrong[0]), None))
             return
         credit = None if message.credit is None else message.next_seq + message.credit
-        self.jobs.read_from(record, Reading(route, credit, piece, message.next_seq))
+        self.jobs.read_from(record, Reading(route, credit, piece, message.next_seq), now)
 
     def _give_credit(self, route: bytes, message: m.GiveCredit, _now: Now) -> None:
         record = self._known(route, message.id)
@@ -223,6 +232,8 @@ class Machine:
             self.back.cancel_run()
 
     def _orphan(self, record: Record, now: Now, after_s: float) -> None:
+        if record.phase is Phase.ENDED:
+            self.jobs.left(record, now)
         if record.phase is Phase.ENDED or record.finish:
             return
         record.orphan_until = now.mono + after_s
@@ -251,7 +262,7 @@ class Machine:
             self._next_beat = now.mono + self.settings.beat_s
             self._beat()
             # Some may have been read to their end since.
-            self.jobs.trim()
+            self.jobs.trim(now)
         if self.draining:
             self._go_on_draining(now)
         else:
@@ -354,5 +365,9 @@ class Machine:
 
 
 def _charge(message: m.Submit) -> int:
-    headers = message.h or {}
-    return len(message.job) + sum(len(key) + len(value) for key, value in headers.items())
+    return len(message.job) + _headers_bytes(message)
+
+
+def _headers_bytes(message: m.Submit) -> int:
+    # Strings of msgpack have up to 5 bytes of their own.
+    return sum(len(key.encode()) + len(value.encode()) + 10 for key, value in (message.h or {}).items())

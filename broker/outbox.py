@@ -30,8 +30,7 @@ class Client:
     jobs: dict[bytes, Record] = field(default_factory=dict)
     retry_at: float = 0.0
     retry_s: float = RETRY_S
-    # The message on offer and the delivery cursor it moves when it has been sent.
-    offer: Message | None = None
+    # The delivery cursor that the message on offer moves when it has been sent.
     cursor: int | None = None
 
 
@@ -67,7 +66,6 @@ class Outboxes:
             client.jobs.pop(record.id, None)
             if record in client.queue:
                 client.queue.remove(record)
-                client.offer = None
             self._forget_if_idle(client)
 
     def mark(self, record: Record) -> None:
@@ -86,6 +84,12 @@ class Outboxes:
         """Clients that have something to be said and are not waiting for a retry."""
         return [route for route in self.pending if self.clients[route].retry_at <= now]
 
+    def rotate(self, route: bytes) -> None:
+        """Put *route* behind the others in `due`."""
+        if route in self.pending:
+            del self.pending[route]
+            self.pending[route] = None
+
     def next_retry(self) -> float | None:
         """When the first of the blocked clients is due; 0 where one is due already."""
         return min((self.clients[route].retry_at for route in self.pending), default=None)
@@ -96,7 +100,7 @@ class Outboxes:
         while client is not None and client.queue:
             head = client.queue[0]
             if not isinstance(head, Record):
-                client.offer, client.cursor = head, None
+                client.cursor = None
                 return head
             message = self._delivery(client, head)
             if message is not None:
@@ -108,10 +112,12 @@ class Outboxes:
             self._forget_if_idle(client)
         return None
 
-    def sent(self, route: bytes) -> None:
-        """The message on offer has left; move on."""
+    def sent(self, route: bytes) -> Record | None:
+        """The message on offer has left; move on. Returns the record whose last word it was."""
         client = self.clients[route]
         head = client.queue[0]
+        client.retry_at = 0.0
+        client.retry_s = RETRY_S
         if not isinstance(head, Record):
             client.queue.popleft()
         elif client.cursor is not None:
@@ -120,9 +126,8 @@ class Outboxes:
         else:
             head.reading.last_word_sent = True
             client.jobs.pop(head.id, None)
-        client.offer = None
-        client.retry_at = 0.0
-        client.retry_s = RETRY_S
+            return head
+        return None
 
     def blocked(self, route: bytes, now: float) -> None:
         """The client's pipe is full; offer again later."""
@@ -146,12 +151,12 @@ class Outboxes:
         if chunk is not None:
             if record.reading.stalled():
                 return None
-            client.offer, client.cursor = chunk
-            return client.offer
+            message, client.cursor = chunk
+            return message
         if record.last_word is None or record.reading.last_word_sent:
             return None
-        client.offer, client.cursor = record.final_word(), None
-        return client.offer
+        client.cursor = None
+        return record.final_word()
 
     def _client(self, route: bytes) -> Client:
         client = self.clients.get(route)

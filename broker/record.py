@@ -92,6 +92,7 @@ class Run:
     lease: int
     attempt: int
     started: Now
+    model: str
     first_token: Now | None = None
 
 
@@ -101,6 +102,7 @@ class Record:
 
     body: the job as submitted, dropped when the job has ended. size: bytes it is charged with in the line.
     checked: the generation of worker whose limits it was checked against, 0 for none.
+    filed: when, having ended, it was last read to its end, taken up by a reader, or left by one.
     orphan_until: when its producer, gone now, must be back.
     cancel_reason: the last word of a running job that is being ended by the broker, not by its producer.
     """
@@ -116,6 +118,7 @@ class Record:
     finish: bool
     headers: dict[str, str] | None
     checked: int = 0
+    filed: float = 0.0
     orphan_until: float = 0.0
     phase: Phase = Phase.WAITING
     run: Run | None = None

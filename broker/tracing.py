@@ -4,13 +4,16 @@
         queue mtplx.jobs INTERNAL  admitted to dispatch (or to the end of a job that never ran)
         chat <model>     CLIENT    dispatch to last word, one for each attempt
 
-A refusal is a process span of length zero with `error.type`. Prompts and answers are never put in.
+Prefill and decode are attributes of the chat span, and an event marks the first token between them. A refusal is a
+process span of length zero with `error.type`. Prompts and answers are never put in.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,8 +22,8 @@ from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.json.file.trace_exporter import FileSpanExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace import (
     Link,
     Span,
@@ -39,6 +42,11 @@ from broker.admission import Moment
 # A collector that does not answer costs an export thread this long, and the exit CLOSE_S.
 EXPORT_TIMEOUT_S: Final = 1.0
 CLOSE_S: Final = 1.0
+# Spans that may wait for an exporter, and how many it gets at once.
+MAX_WAITING: Final = 2048
+BATCH: Final = 512
+
+log = logging.getLogger("mtplx.broker")
 
 
 @dataclass(slots=True)
@@ -53,18 +61,67 @@ class OpenJob:
     chat: Span | None = None
 
 
+class CountingExporter(SpanExporter):
+    """Passes spans on, and counts them. Called by one thread at a time."""
+
+    def __init__(self, inner: SpanExporter) -> None:
+        self._inner = inner
+        self.received = 0
+        self.failed = 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Export *spans*; those that did not arrive are counted in `failed`."""
+        self.received += len(spans)
+        result = SpanExportResult.FAILURE
+        try:
+            result = self._inner.export(spans)
+        finally:
+            if result is not SpanExportResult.SUCCESS:
+                self.failed += len(spans)
+        return result
+
+    def shutdown(self) -> None:
+        """Close the exporter."""
+        self._inner.shutdown()
+
+
+class CountingProcessor(BatchSpanProcessor):
+    """Batches spans for one exporter. Beyond MAX_WAITING new ones are dropped and counted here, not in the SDK."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        self.exporter = CountingExporter(exporter)
+        self.dropped = 0
+        self._taken = 0
+        super().__init__(self.exporter, max_queue_size=MAX_WAITING, max_export_batch_size=min(BATCH, MAX_WAITING))
+
+    @property
+    def waiting(self) -> int:
+        """Spans the exporter has not been given yet; never fewer than the SDK holds."""
+        return self._taken - self.exporter.received
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Take a span that has ended, if it is sampled and there is room."""
+        if span.context is None or not span.context.trace_flags.sampled:
+            return
+        if self.waiting >= MAX_WAITING:
+            self.dropped += 1
+            return
+        self._taken += 1
+        super().on_end(span)
+
+
 class SpanTracer:
-    """Turns moments into spans. Never blocks; a dead collector costs nothing but its spans."""
+    """Turns moments into spans. Never blocks; a dead collector costs nothing but its spans, which are counted."""
 
     def __init__(self, exporters: list[SpanExporter], *, version: str, boot_id: bytes) -> None:
         resource = Resource.create({"service.name": names.SERVICE, "service.version": version})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        for exporter in exporters:
-            self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._processors = [CountingProcessor(exporter) for exporter in exporters]
+        for processor in self._processors:
+            self._provider.add_span_processor(processor)
         self._tracer: Tracer = self._provider.get_tracer("mtplx", version, schema_url=names.SCHEMA_URL)
         self._boot_id = boot_id.hex()
         self._open: dict[bytes, OpenJob] = {}
-        self._model = ""
 
     def record(self, moments: list[Moment]) -> None:
         """Build the spans that *moments* begin, mark or end."""
@@ -77,12 +134,30 @@ class SpanTracer:
                 self._of_open_job(moment, self._open[moment.job_id])
 
     def close(self) -> None:
-        """End what is open, flush, and give up after CLOSE_S."""
+        """End all spans of open jobs as `unfinished`, flush, and give up after CLOSE_S."""
+        at = time.time_ns()
         for job in self._open.values():
-            job.process.end()
+            self._end_queue(job, at)
+            for span in (job.chat, job.process):
+                if span is not None:
+                    span.set_attribute(names.OUTCOME, "unfinished")
+                    span.set_status(Status(StatusCode.ERROR))
+                    span.end(at)
+        self._open.clear()
         closer = threading.Thread(target=self._provider.shutdown, daemon=True)
         closer.start()
         closer.join(CLOSE_S)
+        lost = sum(self.lost().values()) + sum(one.waiting for one in self._processors)
+        if lost:
+            log.warning("%d spans were not exported", lost)
+
+    def lost(self) -> dict[str, int]:
+        """Spans that did not arrive: `spans_dropped` for want of room, `spans_failed` at the exporter."""
+        found = {
+            "spans_dropped": sum(one.dropped for one in self._processors),
+            "spans_failed": sum(one.exporter.failed for one in self._processors),
+        }
+        return {name: count for name, count in found.items() if count}
 
     def _process_span(self, moment: Moment) -> Span:
         parent = _remote_context(moment.attributes.get("headers"))
@@ -172,7 +247,10 @@ class SpanTracer:
             if "error" in told:
                 span.set_attribute(names.ERROR_TYPE, told["error"])
                 span.set_status(Status(StatusCode.ERROR))
+        timings = told["timings"]
         job.process.set_attribute(names.CHUNKS, told["chunks"])
+        if "time_to_first_token_s" in timings:
+            job.process.set_attribute(names.TIME_TO_FIRST_TOKEN, timings["time_to_first_token_s"])
         if job.chat is not None:
             _describe_answer(job.chat, told)
         for span in spans:
@@ -185,6 +263,9 @@ def _describe_answer(span: Span, told: dict[str, Any]) -> None:
     if usage.get("prompt_tokens") is not None:
         span.set_attribute(names.GEN_AI_INPUT_TOKENS, usage["prompt_tokens"])
         span.set_attribute(names.GEN_AI_CACHED_TOKENS, usage["cached_tokens"])
+    for key, name in (("prefill_s", names.PREFILL), ("decode_s", names.DECODE)):
+        if key in told["timings"]:
+            span.set_attribute(name, told["timings"][key])
     if "route" in run:
         span.set_attribute(names.ROUTE, run["route"])
     if "error" not in told:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
-from broker.record import Now, Record
+from broker.record import Now, Record, Run
 from mtplx import messages as m
 from mtplx.errors import CODES, WireError
 from mtplx.trajectory import trajectory_sha256
+
+MAX_SHOWN: Final = 8
 
 
 def error(fault: WireError, job_id: bytes | None) -> m.Error:
@@ -30,7 +32,10 @@ def coded(code: str, message: str, job_id: bytes | None = None, detail: dict[str
 
 def version_error(versions: tuple[int, ...]) -> m.Error:
     """The answer to a HELLO that offers no version spoken here."""
-    asked = ", ".join(map(str, versions)) or "none"
+    # A header must hold it, however many were offered.
+    asked = ", ".join(map(str, versions[:MAX_SHOWN])) or "none"
+    if len(versions) > MAX_SHOWN:
+        asked += " ..."
     return coded(
         "E_VERSION",
         f"This broker speaks MTX version {m.VERSION}, the producer {asked}; update the older of the two.",
@@ -41,6 +46,11 @@ def version_error(versions: tuple[int, ...]) -> m.Error:
 def admitted(record: Record, position: int, boot_id: bytes, *, dup: bool) -> m.Admitted:
     """The promise that the job is in the line."""
     return m.Admitted(record.id, record.admit_seq, position, boot_id, record.seed, dup)
+
+
+def started(record: Record, run: Run) -> m.Started:
+    """The news that the job was handed to the worker."""
+    return m.Started(record.id, run.attempt, run.model, run.started.mono - record.admitted.mono)
 
 
 def cancelled(record: Record, now: Now) -> m.Done:
@@ -124,6 +134,17 @@ def worker_lost(record: Record, why: str) -> m.Error:
     )
 
 
+def slow_reader(record: Record, limit: int) -> m.Error:
+    """The last word of a job whose answer could not wait any longer for its reader."""
+    return coded(
+        "E_SLOW_READER",
+        f"Unread answers fill more than {limit} bytes and this, the oldest, was dropped; read faster, "
+        "or submit with credit and fewer jobs at once.",
+        record.id,
+        {"tokens": record.tokens, "limit": limit},
+    )
+
+
 def outcome(last_word: m.Done | m.Error) -> str:
     """One low-cardinality word for spans and lists."""
     if isinstance(last_word, m.Done):
@@ -131,9 +152,22 @@ def outcome(last_word: m.Done | m.Error) -> str:
     return last_word.code.removeprefix("E_").lower()
 
 
-def end_attributes(record: Record, last_word: m.Done | m.Error) -> dict[str, Any]:
-    """What the end of a job adds to its spans."""
-    found: dict[str, Any] = {"tokens": record.tokens, "chunks": record.reading.next_seq}
+def end_attributes(record: Record, last_word: m.Done | m.Error, now: Now) -> dict[str, Any]:
+    """What the end of a job at *now* adds to its spans. The worker's times win over the broker's own."""
+    found: dict[str, Any] = {"tokens": record.tokens, "chunks": len(record.answer.pieces) if record.answer else 0}
+    timings = _clocked(record, now)
     if isinstance(last_word, m.Error):
-        return {**found, "error": last_word.code}
-    return {**found, "usage": last_word.usage, "run": last_word.run, "timings": last_word.timings}
+        return {**found, "error": last_word.code, "timings": timings}
+    return {**found, "usage": last_word.usage, "run": last_word.run, "timings": {**timings, **last_word.timings}}
+
+
+def _clocked(record: Record, now: Now) -> dict[str, float]:
+    """The times of an attempt as the broker saw them; empty where there was no token."""
+    if record.run is None or record.run.first_token is None:
+        return {}
+    first = record.run.first_token.mono
+    return {
+        "prefill_s": first - record.run.started.mono,
+        "decode_s": now.mono - first,
+        "time_to_first_token_s": first - record.admitted.mono,
+    }

@@ -56,8 +56,10 @@ CODES: dict[str, Code] = {
     "E_QUEUE_FULL": Code("nobody", True, "The line is full; come back after `retry_after_ms`."),
     "E_DRAINING": Code("nobody", True, "The broker is stopping; submit again when it is back."),
     "E_EXPIRED": Code("nobody", False, "The job's own deadline or queue TTL ran out."),
+    "E_SLOW_READER": Code(
+        "caller", False, "The answer was not read, and unread ones filled their limit of bytes."
+    ),
     "E_WORKER_LOST": Code("worker", True, "The worker died while it ran this job; submit under a new id."),
-    "E_MODEL": Code("worker", False, "The model cannot do what this job asks."),
     "E_NUMERIC": Code("worker", False, "The model produced NaN or infinite logits."),
     "E_INTERNAL": Code("worker", True, "A fault in mtplx; the log of the program says more."),
     "E_WORKER_EXISTS": Code("worker", True, "Another worker is live; a broker takes one at a time."),

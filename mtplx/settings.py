@@ -21,6 +21,7 @@ PREFIX: Final = "MTPLX_"
 STAGES: Final = ("auto", "h0", "h1", "h2")
 PRESETS: Final = ("solo", "latency", "agent", "throughput")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+# WELCOME tells limits, and milliseconds are a thousand times more; both must fit 64 bits.
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 
 
@@ -41,8 +42,8 @@ def _setting(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
-def _default_cache() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME")
+def _default_cache(environ: Mapping[str, str] = os.environ) -> Path:
+    home = environ.get("XDG_CACHE_HOME")
     return paths.default_cache(Path(home) if home else None)
 
 
@@ -64,8 +65,8 @@ class Settings:
     queue_jobs: int = _setting(1000, "Jobs that may wait; more are refused with a retry hint.")
     queue_bytes: int = _setting(256 * 1024**2, "Bytes of jobs that may wait.")
     max_job_bytes: int = _setting(1024**2, "Largest job taken; checking one holds the broker up for 0.1 s a MiB.")
-    retain_s: float = _setting(600.0, "Seconds a finished job's answer is kept for a reader that comes back.")
-    retain_bytes: int = _setting(64 * 1024**2, "Bytes of finished answers kept at most.")
+    retain_s: float = _setting(600.0, "Seconds an answer is kept once it was read or left.")
+    retain_bytes: int = _setting(64 * 1024**2, "Bytes of finished answers kept at most, and again of unread ones.")
     orphan_s: float = _setting(10.0, "Seconds a job outlives its producer, unless it asked to finish.")
     beat_s: float = _setting(2.0, "Seconds between signs of life of worker and broker.")
     dead_s: float = _setting(10.0, "Seconds of silence after which a worker counts as dead.")
@@ -81,6 +82,20 @@ class Settings:
         _one_of("hyper_stage", self.hyper_stage, STAGES)
         _one_of("batching_preset", self.batching_preset, PRESETS)
         _one_of("log_level", self.log_level, LOG_LEVELS)
+        self._check_values()
+        if self.dead_s < 2 * self.beat_s:
+            raise SettingsError(f"--dead-s ({self.dead_s}) must be at least twice --beat-s ({self.beat_s}).")
+        for name in ("front", "back"):
+            check_endpoint(flag(name), self.endpoint(name))
+        if _place(self.endpoint("front")) == _place(self.endpoint("back")):
+            raise SettingsError(
+                f"--front {self.endpoint('front')} and --back {self.endpoint('back')} are one endpoint; "
+                "producers and the worker need one each."
+            )
+        if self.scheduler_mode is SchedulerMode.HYPER:
+            self._refuse_batching()
+
+    def _check_values(self) -> None:
         for name, (low, high) in _RANGES.items():
             if not low <= getattr(self, name) <= high:
                 raise SettingsError(f"{flag(name)} must be from {low} to {high}, not {getattr(self, name)}.")
@@ -90,12 +105,6 @@ class Settings:
             raise SettingsError(
                 f"--otlp-endpoint {self.otlp_endpoint!r} is no collector's address; write http://127.0.0.1:4318."
             )
-        if self.dead_s < 2 * self.beat_s:
-            raise SettingsError(f"--dead-s ({self.dead_s}) must be at least twice --beat-s ({self.beat_s}).")
-        for name in ("front", "back"):
-            check_endpoint(flag(name), self.endpoint(name))
-        if self.scheduler_mode is SchedulerMode.HYPER:
-            self._refuse_batching()
 
     def _refuse_batching(self) -> None:
         reasons = {
@@ -138,6 +147,7 @@ class Settings:
         given.update({name: _parsed(flag(name), name, value) for name, value in (flags or {}).items()})
         if not given.get("otlp_endpoint"):
             given["otlp_endpoint"] = environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
+        given.setdefault("cache_dir", _default_cache(environ))
         return cls(**given)
 
     def endpoint(self, side: str) -> str:
@@ -184,6 +194,14 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _place(endpoint: str) -> str:
+    """One spelling for each place that can be bound."""
+    if endpoint.startswith("ipc://"):
+        return os.path.realpath(endpoint.removeprefix("ipc://"))
+    # The loopback names share their ports, or may: one port is taken for one place.
+    return f"port {urlsplit(endpoint).port}"
+
+
 def check_endpoint(where: str, endpoint: str) -> None:
     """Refuse what cannot be bound safely: an over-long ipc path, or tcp beyond this machine."""
     if endpoint.startswith("ipc:///"):
@@ -194,7 +212,7 @@ def check_endpoint(where: str, endpoint: str) -> None:
             host, port = urlsplit(endpoint).hostname, urlsplit(endpoint).port
         except ValueError:
             host = port = None
-        if port is None:
+        if not port:
             raise SettingsError(f"{where} {endpoint} has no port; write tcp://127.0.0.1:5555.")
         if host not in LOOPBACK:
             raise SettingsError(

@@ -103,10 +103,14 @@ def test_producers_and_broker_start_without_mlx() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_the_map_names_only_files_that_exist() -> None:
+def test_the_map_names_every_module_and_only_files_that_exist() -> None:
     words = (ROOT / "ARCHITECTURE.md").read_text().replace("`", " ").split()
     named = {word.strip(".,;:()") for word in words}
     paths = {word for word in named if "/" in word and word.endswith((".py", ".md")) and "*" not in word}
     assert paths, "the map names files"
     missing = sorted(path for path in paths if not (ROOT / path).exists())
     assert missing == []
+    modules = {
+        name_of(path) for path in SOURCES if path.name != "__init__.py" and not name_of(path).startswith("bench/")
+    }
+    assert sorted(modules - paths) == [], "the map names every module"

@@ -86,7 +86,7 @@ class Rig:
                 if route in self.room:
                     self.room[route] -= 1
                 self.on_sent_to_client(route, message)
-                outboxes.sent(route)
+                self.jobs.sent(route, self.now())
         self.jobs.check()
 
     def on_sent_to_worker(self, route: bytes, message: m.Message) -> None:

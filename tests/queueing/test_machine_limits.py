@@ -243,17 +243,6 @@ def test_the_position_is_right_behind_another_clients_long_row_of_jobs():
 # --- retention
 
 
-def test_an_ended_job_is_kept_retain_s_and_then_unknown():
-    rig = Rig(retain_s=60.0)
-    rig.ready()
-    rig.submit(1)
-    rig.final()
-    rig.wait(59)
-    assert rig.submit(1, b"b").dup
-    rig.wait(2)
-    assert rig.say(b"b", m.Resume(job_id(1), 0, 0))[-1].code == "E_UNKNOWN_JOB"
-
-
 def test_ended_answers_are_bounded_by_bytes_log_probabilities_included():
     rig = Rig(retain_bytes=100_000)
     rig.ready()

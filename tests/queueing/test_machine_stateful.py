@@ -7,7 +7,14 @@ from dataclasses import replace
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from queueing.model import CheckedRig, Fact, View
 from queueing.rig import BEATS, body, job_id
 
@@ -17,7 +24,8 @@ from mtplx.errors import ProtocolError
 
 PICK = st.integers(0, 1000)
 CREDIT = st.sampled_from([None, None, 0, 1, 3])
-LIMIT_MS = st.sampled_from([None, None, None, 500, 5_000, 10**15])
+LIMIT_MS = st.sampled_from([None, None, None, 500, 5_000, 10**15, 2**64 - 1])
+EXTREME = st.sampled_from([0, 1, 2**53, 2**64 - 1])
 
 
 class Queue(RuleBasedStateMachine):
@@ -39,13 +47,17 @@ class Queue(RuleBasedStateMachine):
         self.workers = 0
         self.hung: set[bytes] = set()
 
+    @initialize(retain_bytes=st.sampled_from([2_500, 10**8]))
+    def memory_is_small_or_large(self, retain_bytes):
+        self.rig.jobs.settings = replace(self.rig.jobs.settings, retain_bytes=retain_bytes)
+
     # --- producers
 
     def client(self, pick: int) -> bytes:
         return self.routes[pick % len(self.routes)]
 
     def any_job(self, pick: int) -> bytes | None:
-        known = [job for job, fact in self.rig.facts.items() if fact.admit_seq is not None]
+        known = [job for job in self.rig.facts if job in self.rig.jobs.records]
         return known[-1 - pick % min(len(known), 8)] if known else None
 
     def tell(self, route: bytes, message: m.Message) -> None:
@@ -108,6 +120,21 @@ class Queue(RuleBasedStateMachine):
         self.tell(route, m.Resume(job, old.next_seq, old.tokens, credit))
         self.rig.facts[job].view = View(route, old.next_seq, old.tokens)
         self.turn()
+
+    @rule(who=PICK, which=PICK, next_seq=st.sampled_from([2**53 + 1, 2**64 - 1]), tokens=EXTREME)
+    def resume_at_a_number_nobody_can_count_on(self, who, which, next_seq, tokens):
+        job = self.any_job(which)
+        if job is not None:
+            self.tell(self.client(who), m.Resume(job, next_seq, tokens, credit=2**64 - 1))
+            self.turn()
+
+    @rule(who=PICK, which=PICK, start=st.sampled_from([2**53 - 1, 2**53]), credit=EXTREME)
+    def resume_from_the_start_with_the_largest_numbers(self, who, which, start, credit):
+        job, route = self.any_job(which), self.client(who)
+        if job is not None:
+            self.tell(route, m.Resume(job, start, 0, credit))
+            self.rig.facts[job].view = View(route, start)
+            self.turn()
 
     @rule(which=PICK, more=st.integers(0, 3))
     def give_credit(self, which, more):
@@ -292,6 +319,13 @@ class Queue(RuleBasedStateMachine):
         assert [one.admit_seq for one in line] == sorted(one.admit_seq for one in line)
 
     @invariant()
+    def unread_answers_are_bounded(self):
+        jobs = self.rig.jobs
+        old = [one for one in jobs.records.values() if one.unread and one.phase is Phase.ENDED]
+        old = [one for one in old if self.rig.clock.seconds - one.filed > 2 * jobs.settings.beat_s]
+        assert sum(one.kept_bytes for one in old) <= jobs.settings.retain_bytes
+
+    @invariant()
     def no_client_is_remembered_that_has_nothing_open(self):
         for client in self.rig.jobs.outboxes.clients.values():
             assert client.queue or client.jobs
@@ -310,7 +344,7 @@ class Queue(RuleBasedStateMachine):
                     and fact.view.route in self.routes
                     and job in rig.jobs.records
                 ):
-                    self.tell(fact.view.route, m.GiveCredit(job, 10**9))
+                    self.tell(fact.view.route, m.GiveCredit(job, 2**64 - 1))
             if rig.back.worker is None and not rig.machine.draining:
                 self.worker_comes(again=False)
             if rig.running is not None and rig.back.worker is not None and self.can_work():

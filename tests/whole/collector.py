@@ -8,6 +8,9 @@ from typing import Any, NamedTuple, Self
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+# Below the time the broker gives an export.
+SLOW_S = 0.6
+
 
 class SpanSeen(NamedTuple):
     """One exported span; ids in hex, times in nanoseconds."""
@@ -26,7 +29,7 @@ class SpanSeen(NamedTuple):
 
 
 class Collector:
-    """mode: `take`, `refuse` (503) or `hang`."""
+    """mode: `take`, `slow` (takes them, SLOW_S later), `refuse` (503) or `hang`."""
 
     def __init__(self, mode: str = "take") -> None:
         self.spans: list[SpanSeen] = []
@@ -42,7 +45,9 @@ class Collector:
                 owner.asked += 1
                 if mode == "hang":
                     owner._over.wait(60)
-                if mode == "take":
+                if mode == "slow":
+                    owner._over.wait(SLOW_S)
+                if mode in ("take", "slow"):
                     owner._take(body)
                 self.send_response(503 if mode == "refuse" else 200)
                 self.send_header("Content-Length", "0")

@@ -37,6 +37,10 @@ BOMBS = [
     b"\x81\xa1k\xc5\xff\xff" + bytes(70_000),
     b"\x81\xa1k\xdc\xff\xff" + b"\xc0" * 65535,
 ]
+EXTREMES = (0, 1, 2**31, 2**53, 2**53 + 1, 2**63, 2**64 - 1)
+# A job of the attacker's own, which has ended.
+ENDED = b"ended before all"
+ABOUT_A_JOB = tuple(bytes([kind.KIND]) for kind in (m.Resume, m.GiveCredit, m.Cancel))
 # A body above the limit of a job; rare, since sending them takes all the time.
 LARGE = bytes(1024**2 + 1)
 # Messages that may stay unanswered: they say something of a job, or goodbye.
@@ -123,8 +127,20 @@ def bomb(draw: random.Random, frames: Frames) -> None:
     frames[draw.randrange(len(frames))] = LARGE if draw.random() < 0.01 else draw.choice(BOMBS)
 
 
+def extreme(draw: random.Random, frames: Frames) -> None:
+    """Numbers at the edges, in messages about a job that ended and can be taken up again."""
+    if len(frames) < 3:
+        return
+    values = {
+        name: draw.choice(EXTREMES) if type(value) is int else value for name, value in _map_in(frames[2]).items()
+    }
+    if frames[1][:1] in ABOUT_A_JOB:
+        values["id"] = ENDED
+    frames[2] = msgpack.packb(values)
+
+
 WOUNDS: list[Callable[[random.Random, Frames], None]] = [
-    flip, flip, cut, splice, stuff, recount, rename, retype, retype, double, bomb,
+    flip, flip, cut, splice, stuff, recount, rename, retype, retype, double, bomb, extreme,
 ]  # fmt: skip
 
 
@@ -249,6 +265,8 @@ def attack(running: Service, count: int, seed: int, warm_up: int) -> Report:
         job_id = draw.randbytes(16)
         script = f'{{"tokens": 1000000, "token_s": {STREAM_TOKEN_S}}}'
         job = Job(prompt="on and on", max_tokens=1_000_000, metadata={"script": script})
+        attacker.submit(ENDED, script={"tokens": 3})
+        attacker.last_word(ENDED)
         reader.say(m.Submit(job_id, wire.pack_body(job.to_map())))
         stream, tally = Stream(reader, job_id), Tally()
         while not stream.ids:

@@ -131,6 +131,10 @@ REFUSED = [
     (("--batching-preset", "throughput"), ("--batching-preset throughput", "batches several")),
     (("--scheduler-mode", "batched"), ("scheduler-mode", "serial, hyper")),
     (("--front", "tcp://0.0.0.0:5555"), ("--front tcp://0.0.0.0:5555", "leaves this machine")),
+    (("--front", "tcp://127.0.0.1:0"), ("--front tcp://127.0.0.1:0", "no port")),
+    (("--front", "ipc:///tmp/mx-one.sock", "--back", "ipc:///tmp/./mx-one.sock"), ("--front", "one endpoint")),
+    (("--front", "tcp://127.0.0.1:5999", "--back", "tcp://localhost:5999"), ("--back", "one endpoint")),
+    (("--retain-bytes", str(2**60)), ("--retain-bytes", "at most")),
     (("--beat-s", "6"), ("--dead-s", "--beat-s")),
     (("--queue-jobs", "0"), ("--queue-jobs", "from 1")),
 ]

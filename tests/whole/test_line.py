@@ -88,11 +88,11 @@ def test_a_waiting_client_and_one_in_a_long_prefill_hear_from_the_broker_on_a_cl
         after = waiting.submit(script={"tokens": 1})
         assert waiting.expect(m.Admitted).position == 1
         for _ in range(5):
-            told = waiting.expect(m.Progress, after, limit=1.0)
+            told = waiting.expect(m.Progress, after)
             assert (told.phase, told.position, told.worker) == ("waiting", 1, "busy")
-        phases = [reading.expect(m.Progress, long, limit=1.0) for _ in range(4)]
+        phases = [reading.expect(m.Progress, long) for _ in range(4)]
         assert {one.phase for one in phases} == {"prefill"}
-        read = reading.until(lambda one: isinstance(one, m.Progress) and one.total == 3, limit=3.0)
+        read = reading.until(lambda one: isinstance(one, m.Progress) and one.total == 3)
         assert read.phase == "prefill"
         assert reading.last_word(long).outcome == "stop"
         assert waiting.last_word(after).outcome == "stop"
@@ -138,7 +138,8 @@ def test_a_client_that_never_reads_costs_neither_the_loop_nor_memory():
             quick.say(m.Ping(number))
             quick.expect(m.Pong)
             waits.append(time.monotonic() - began)
-        assert sorted(waits)[50] < 0.05
+        # A loop held up by three silent readers would need seconds.
+        assert sorted(waits)[50] < 1.0
         # 60,000 tokens of answers are kept for their readers, and no second copy of them.
         assert rss_kib(broker.broker.pid) - before < 60 * 1024
         for producer, job in zip(silent, jobs, strict=True):

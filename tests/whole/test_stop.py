@@ -7,6 +7,8 @@ from whole.harness import check_stream, service, stop
 
 from mtplx import messages as m
 
+# No wait for a job, a dead producer or a whole drain of 25 s hides below this.
+LIMIT_S = 12.0
 SLOW = {"tokens": 100_000, "token_s": 0.01}
 
 
@@ -24,7 +26,7 @@ def test_sigterm_with_one_running_five_queued_and_two_dead_clients_ends_in_time(
             alive.expect(m.Admitted, job)
         for producer in dead:
             producer.socket.close()
-        assert stop(broker.broker) < 2 + 3 + 2
+        assert stop(broker.broker) < LIMIT_S
         assert runner.last_word(long).code == "E_DRAINING"
         check_stream(runner, long)
         for job in queued:
@@ -47,7 +49,7 @@ def test_a_running_job_that_can_end_within_the_limit_does():
         assert producer.last_word(late).code == "E_DRAINING"
         assert producer.last_word(job).outcome == "stop"
         assert broker.broker.ended() == 0
-        assert time.monotonic() - began < 6
+        assert time.monotonic() - began < LIMIT_S
         check_stream(producer, job)
 
 
@@ -58,16 +60,23 @@ def test_a_second_signal_does_not_wait_for_the_job():
         job = producer.submit(script=SLOW)
         producer.expect(m.Chunk, job)
         broker.broker.send(signal.SIGINT)
-        worker.wait_for("cancel", 0)
         producer.expect(m.Draining)
+        # The first signal lets the job go on.
+        for _ in range(10):
+            producer.expect(m.Chunk, job)
+        assert worker.events("cancel") == []
+        began = time.monotonic()
         broker.broker.send(signal.SIGINT)
-        assert producer.last_word(job, limit=5).code == "E_DRAINING"
-        assert broker.broker.ended(8) == 0
+        assert producer.last_word(job).code == "E_DRAINING"
+        assert len(worker.wait_for("cancel")) == 1
+        assert broker.broker.ended() == 0
+        assert time.monotonic() - began < LIMIT_S
+        check_stream(producer, job)
 
 
 def test_an_idle_broker_stops_at_once():
     with service() as broker:
-        assert stop(broker.broker) < 2
+        assert stop(broker.broker) < LIMIT_S
 
 
 def test_a_reader_that_never_reads_does_not_hold_the_exit_beyond_the_limit():
@@ -76,4 +85,19 @@ def test_a_reader_that_never_reads_does_not_hold_the_exit_beyond_the_limit():
         silent, other = broker.producer(RCVHWM=1, RCVBUF=4096), broker.producer()
         silent.submit(script={"tokens": 20_000}, credit=5)
         assert other.last_word(other.submit(script={"tokens": 1})).outcome == "stop"
-        assert stop(broker.broker) < 5
+        assert stop(broker.broker) < LIMIT_S
+        assert "1 producers have not read all" in broker.broker.said()
+
+
+def test_last_words_have_their_time_even_where_the_running_job_took_all_of_its_own():
+    with service("--drain-s", "0.5") as broker:
+        worker = broker.worker("--fault", "hang")
+        deaf, slow = broker.producer(), broker.producer()
+        # The worker ignores the cancel, so the job takes the grace as well; a reader's credit comes after that.
+        hung = deaf.submit(script={"tokens": 3})
+        worker.wait_for("run")
+        ended = slow.submit(script={"tokens": 1})
+        broker.broker.send(signal.SIGTERM)
+        assert deaf.last_word(hung).code == "E_DRAINING"
+        assert slow.last_word(ended).code == "E_DRAINING"
+        assert broker.broker.ended() == 0

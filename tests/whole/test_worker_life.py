@@ -21,7 +21,8 @@ def test_a_worker_killed_mid_job_costs_that_job_one_error_and_the_next_worker_go
         began = time.monotonic()
         worker.send(signal.SIGKILL)
         word = producer.last_word(killed)
-        assert time.monotonic() - began < 1.0
+        # Long before silence would be noticed, after 10 s.
+        assert time.monotonic() - began < 5.0
         assert (word.code, word.retryable, word.detail["reason"]) == ("E_WORKER_LOST", True, "ended or crashed")
         check_stream(producer, killed)
         health = watcher.health()
@@ -45,7 +46,7 @@ def test_a_frozen_or_hanging_worker_is_given_up_and_cannot_come_back_into_the_jo
         producer.expect(m.Chunk, frozen)
         if loss == "silent":
             worker.send(signal.SIGSTOP)
-        word = producer.last_word(frozen, limit=5.0)
+        word = producer.last_word(frozen)
         assert word.code == "E_WORKER_LOST"
         assert producer.health()["worker"]["last_loss"] == loss
         if loss == "stalled":
@@ -141,7 +142,7 @@ def test_a_peer_that_floods_the_workers_endpoint_without_reading_does_not_cut_of
         for _ in range(20_000):
             flooder.send_multipart([b"MTX\x01", b"\x00", b"x"])
         job = producer.submit(script={"tokens": 3})
-        assert producer.last_word(job, limit=10).outcome == "stop"
+        assert producer.last_word(job).outcome == "stop"
         assert producer.health()["counters"]["bad_worker_frames"] > 1000
 
 

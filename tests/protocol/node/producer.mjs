@@ -15,7 +15,8 @@ const NAMES = {
 const BIG = { useBigInt64: true };
 const TIME_LIMIT_MS = 20_000;
 
-const socket = new Dealer({ immediate: true, linger: 500, receiveTimeout: TIME_LIMIT_MS, sendTimeout: TIME_LIMIT_MS });
+// Not immediate: libzmq would throw away unread last words when the broker goes.
+const socket = new Dealer({ linger: 500, receiveTimeout: TIME_LIMIT_MS, sendTimeout: TIME_LIMIT_MS });
 socket.connect(process.argv[2]);
 
 const print = (value) =>
