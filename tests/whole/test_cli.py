@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -31,12 +30,6 @@ def _own_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "config.toml").touch()
     monkeypatch.setenv("MTPLX_CONFIG", str(tmp_path / "config.toml"))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-
-
-@pytest.fixture
-def broker(tmp_path: Path) -> Iterator[FakeBroker]:
-    with FakeBroker(f"ipc://{tmp_path}/front.sock") as broker:
-        yield broker
 
 
 def mtplx(*arguments: str, stdin: str | None = None) -> Result:

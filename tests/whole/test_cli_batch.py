@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,12 +22,6 @@ TEXT = "".join(WORDS)
 def _own_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "config.toml").touch()
     monkeypatch.setenv("MTPLX_CONFIG", str(tmp_path / "config.toml"))
-
-
-@pytest.fixture
-def broker(tmp_path: Path) -> Iterator[FakeBroker]:
-    with FakeBroker(f"ipc://{tmp_path}/front.sock") as broker:
-        yield broker
 
 
 class Files:
