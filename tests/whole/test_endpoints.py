@@ -134,7 +134,7 @@ REFUSED = [
     (("--front", "tcp://127.0.0.1:0"), ("--front tcp://127.0.0.1:0", "no port")),
     (("--front", "ipc:///tmp/mx-one.sock", "--back", "ipc:///tmp/./mx-one.sock"), ("--front", "one endpoint")),
     (("--front", "tcp://127.0.0.1:5999", "--back", "tcp://localhost:5999"), ("--back", "one endpoint")),
-    (("--retain-bytes", str(2**60)), ("--retain-bytes", "at most")),
+    (("--retain-bytes", str(2**60)), ("--retain-bytes", "must be from")),
     (("--beat-s", "6"), ("--dead-s", "--beat-s")),
     (("--queue-jobs", "0"), ("--queue-jobs", "from 1")),
 ]
