@@ -206,7 +206,7 @@ def take_up(results: IO[bytes], lines: list[Line], source: Path) -> list[Kept]:
     return kept
 
 
-def renew(results: IO[bytes], output: Path, kept: list[Kept], retried: Iterator[dict[str, Any]]) -> IO[bytes]:
+def renew(output: Path, kept: list[Kept], retried: Iterator[dict[str, Any]]) -> IO[bytes]:
     """Put the records of *retried*, which come in order, in the places of the failed ones; the file from then on.
 
     The old file stays as it is until the new one stands beside it, whole. Ctrl-C, or a broker that is gone,
@@ -226,7 +226,6 @@ def renew(results: IO[bytes], output: Path, kept: list[Kept], retried: Iterator[
         renewed.flush()
         os.fsync(renewed.fileno())
         beside.replace(output)
-    results.close()
     return renewed
 
 
@@ -259,7 +258,7 @@ def batch(context: click.Context, /, source: Path, output: Path, retry_failed: b
             with Client(settings=settings) as client, _Progress(done, len(lines)) as progress:
                 if again:
                     retried = progress.counted(Batch(client, _items(again)).results())
-                    results = open_files.enter_context(renew(results, output, kept, retried))
+                    results = open_files.enter_context(renew(output, kept, retried))
                 for record in progress.counted(Batch(client, _items(lines[len(kept) :])).results()):
                     results.write(line_of(record))
                     results.flush()
