@@ -21,8 +21,10 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
+from mtplx.cli.connect import connect
 from mtplx.cli.options import connection_options, load_settings
 from mtplx.cli.results import Line, ResultsFile
+from mtplx.cli.signals import ctrl_c_by_sigterm
 from mtplx.client import Client, Stream
 from mtplx.errors import BadJobError, BusyError, WireError
 from mtplx.job import Job
@@ -181,7 +183,7 @@ def batch(context: click.Context, /, source: Path, output: Path, retry_failed: b
         failed = sum(old.failed for old in kept) - len(again)
         done = len(kept) - len(again)
         if done < len(lines):
-            with Client(settings=settings) as client, _Progress(done, len(lines)) as progress:
+            with ctrl_c_by_sigterm(), connect(settings) as client, _Progress(done, len(lines)) as progress:
                 results.begin()
                 if again:
                     retried = Batch(client, _items([lines[place] for place in again])).results()

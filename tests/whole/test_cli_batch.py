@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -348,6 +349,19 @@ def test_a_file_of_the_users_beside_the_results_is_left_alone(broker: FakeBroker
     broker.reply = answer
     assert files.run(broker.endpoint, "--retry-failed").exit_code == 0
     assert notes.read_text() == "mine"
+
+
+def test_a_result_line_carries_logprobs_and_metadata(broker: FakeBroker, files: Files) -> None:
+    broker.reply = lambda it, submit: [
+        it.admit(submit),
+        *(replace(chunk, logprobs=(((chunk.first, -0.5),),)) for chunk in chunks(submit.id)),
+        done(submit.id),
+    ]
+    files.write({"prompt": "one", "logprobs": 1, "metadata": {"row": "7"}})
+    assert files.run(broker.endpoint).exit_code == 0
+    (told,) = files.read()
+    assert told["result"]["logprobs"] == [[[n, -0.5]] for n in range(4)]
+    assert told["result"]["metadata"] == {"row": "7"}
 
 
 def test_a_log_is_told_how_far_it_is_now_and_then(
