@@ -191,7 +191,7 @@ def batch(context: click.Context, /, source: Path, output: Path, retry_failed: b
                 for record in progress.counted(Batch(client, _items(lines[len(kept) :])).results()):
                     results.append(record)
             failed += progress.failed
-    hint = "" if retry_failed or not failed else "; repair a failed line, or --retry-failed runs all failed ones again"
+    hint = "" if retry_failed or not failed else "; repair their lines, or use --retry-failed"
     click.echo(f"{len(lines)} jobs, {failed} failed, {done} were done before; results in {output}{hint}", err=True)
     context.exit(1 if failed else 0)
 
