@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final, cast
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.json.file.trace_exporter import FileSpanExporter
@@ -38,6 +38,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from broker import names
 from broker.admission import Moment
+from broker.tracefile import LineFile
 
 # A collector that does not answer costs an export thread this long, and the exit CLOSE_S.
 EXPORT_TIMEOUT_S: Final = 1.0
@@ -282,7 +283,7 @@ def exporters(trace_file: Path | None, endpoint: str) -> list[SpanExporter]:
     logging.getLogger("opentelemetry").setLevel(logging.ERROR)
     found: list[SpanExporter] = []
     if trace_file is not None:
-        found.append(FileSpanExporter(path=trace_file))
+        found.append(FileSpanExporter(stream=cast("IO[str]", LineFile(trace_file))))
     if endpoint:
         url = endpoint.rstrip("/")
         url = url if url.endswith("/v1/traces") else f"{url}/v1/traces"
