@@ -214,7 +214,7 @@ def percentile(values: list[float], percent: int) -> float:
 @click.option("--tokens", default=50_000, help="Chunks relayed in one job.")
 @click.option("--jobs", default=100_000, help="Jobs that wait.")
 def main(rounds: int, tokens: int, jobs: int) -> None:
-    """Measure, print, write `bench/results/broker.json`; exit code 1 where a goal is missed."""
+    """Measure, print, write `bench/results/broker.json`."""
     run = Path(tempfile.mkdtemp(prefix="mxb", dir="/tmp"))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     reader, writer = os.pipe()
@@ -257,7 +257,6 @@ def main(rounds: int, tokens: int, jobs: int) -> None:
         Figure("admissions", admissions, "1/s", None, "higher"),
     ]
     write("broker", figures)
-    sys.exit(1 if any(one.met == "no" for one in figures) else 0)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,9 @@ def service(settings: mtplx.Settings) -> Iterator[mtplx.Client]:
     try:
         with mtplx.Client(settings=settings, timeout=START_LIMIT_S) as client:
             ends = time.monotonic() + START_LIMIT_S
-            while client.health()["worker"]["state"] != "ready" and time.monotonic() < ends:
+            while client.health()["worker"]["state"] != "ready":
+                if time.monotonic() > ends or any(process.poll() is not None for process in started):
+                    sys.exit("The worker did not get ready.")
                 time.sleep(0.1)
             yield client
     finally:
@@ -112,8 +114,8 @@ def compare(
 
 
 @click.command()
-@click.option("--tokens", default=128, show_default=True, help="Tokens an answer.")
-@click.option("--rounds", default=4, show_default=True, help="Times each prompt is answered by both.")
+@click.option("--tokens", default=48, show_default=True, help="Tokens an answer.")
+@click.option("--rounds", default=3, show_default=True, help="Times each prompt is answered by both.")
 def main(tokens: int, rounds: int) -> None:
     """Measure and write bench/results/parity.json."""
     with tempfile.TemporaryDirectory(prefix="mtplx-") as folder:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import secrets
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -21,6 +22,8 @@ from mtplx.settings import Settings
 
 log = logging.getLogger("mtplx.broker")
 
+MAX_FILES: Final = 10_240
+
 
 def serve(settings: Settings, *, watch_stdin: bool = False) -> None:
     """Run the broker until SIGTERM or SIGINT has drained it.
@@ -30,6 +33,7 @@ def serve(settings: Settings, *, watch_stdin: bool = False) -> None:
         SettingsError: an endpoint, the trace file or the collector's address cannot be used.
     """
     os.umask(0o077)
+    _allow_many_files()
     for sentence in settings.warnings():
         log.warning(sentence)
     identity = Identity(secrets.token_bytes(16), __version__, os.getpid(), now())
@@ -41,6 +45,13 @@ def serve(settings: Settings, *, watch_stdin: bool = False) -> None:
         loop.run()
     finally:
         loop.close()
+
+
+def _allow_many_files() -> None:
+    # Each connection is a file, and libzmq aborts where it may open no more; macOS starts with 256.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _tracer(settings: Settings, identity: Identity) -> Tracer | None:

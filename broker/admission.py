@@ -61,7 +61,7 @@ class Gate:
         jobs, room = len(self.line), self.max_bytes - self.line_bytes
         if jobs < self.max_jobs and size <= room:
             return None
-        what = f"{jobs} jobs wait" if jobs >= self.max_jobs else f"{self.line_bytes} bytes wait"
+        what = f"jobs waiting: {jobs}" if jobs >= self.max_jobs else f"bytes waiting: {self.line_bytes}"
         limit = self.max_jobs if jobs >= self.max_jobs else self.max_bytes
         return BusyError(
             f"The line is full: {what}, the limit is {limit}. Submit again after retry_after_ms.",

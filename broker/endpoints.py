@@ -10,7 +10,7 @@ import fcntl
 import os
 import stat
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import zmq
 
@@ -21,12 +21,26 @@ from mtplx.sockets import COMMON, set_all
 GOODBYE_MS: Final = 500
 FRONT_RECEIVE_MESSAGES: Final = 64
 # A whole answer of a fast worker can be under way.
-BACK_RECEIVE_MESSAGES: Final = 1024
+BACK_RECEIVE_MESSAGES: Final = 10_000
 SEND_MESSAGES: Final = 256
 
 
-def claim(endpoint: str) -> int | None:
-    """Lock an ipc *endpoint* and clear a stale socket file; the lock lives as long as the returned fd.
+class Claim(NamedTuple):
+    """The right to an ipc path: an open lock file, and the socket file it guards."""
+
+    lock: int
+    path: Path
+
+
+def release(claims: list[Claim]) -> None:
+    """Take the socket files away and give the locks back; the lock files stay, for the next to lock."""
+    for claimed in claims:
+        claimed.path.unlink(missing_ok=True)
+        os.close(claimed.lock)
+
+
+def claim(endpoint: str) -> Claim | None:
+    """Lock an ipc *endpoint* and clear a stale socket file.
 
     Raises:
         LockedError: another broker holds it.
@@ -52,7 +66,7 @@ def claim(endpoint: str) -> int | None:
     os.ftruncate(lock, 0)
     os.pwrite(lock, str(os.getpid()).encode(), 0)
     _clear_stale(path)
-    return lock
+    return Claim(lock, path)
 
 
 def _clear_stale(path: Path) -> None:

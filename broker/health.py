@@ -13,7 +13,7 @@ from broker.record import Now, Record
 from mtplx.settings import SchedulerMode
 
 # Lists stay far below the frame limit.
-MAX_LISTED: Final = 1000
+MAX_LISTED: Final = 200
 
 
 def report(jobs: Jobs, back: Back, identity: Identity, now: Now, *, draining: bool) -> dict[str, Any]:

@@ -33,6 +33,7 @@ log = logging.getLogger("mtplx.broker")
 MAX_PER_TURN: Final = 100
 # Messages sent to one producer in one turn, and the seconds a turn may send for: packing a kept answer takes time.
 MAX_SENT_PER_TURN: Final = 16
+RECEIVE_FOR_S: Final = 0.02
 SEND_FOR_S: Final = 0.02
 # A loop that fails turn after turn serves nobody; it ends, and is started anew.
 MAX_FAILED_TURNS: Final = 20
@@ -89,7 +90,7 @@ class Loop:
         self._back = endpoints.router(self._context, endpoints.BACK_RECEIVE_MESSAGES)
         self._monitor = self._back.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._wake_reader, self._wake_writer = sockets.socketpair()
-        self._locks: list[int] = []
+        self._locks: list[endpoints.Claim] = []
         self._probe_at: float | None = None
         self._failed_turns = 0
         self._stop_signals = 0
@@ -133,8 +134,7 @@ class Loop:
         self._context.term()
         if self._tracer is not None:
             self._tracer.close()
-        for lock in self._locks:
-            os.close(lock)
+        endpoints.release(self._locks)
         self._wake_reader.close()
         self._wake_writer.close()
 
@@ -179,7 +179,10 @@ class Loop:
             self._machine.jobs.counters["trace_errors"] += 1
 
     def _receive(self, socket: zmq.Socket[bytes], handle: Callable[[bytes, list[bytes]], None]) -> None:
+        until = time.monotonic() + RECEIVE_FOR_S
         for _ in range(MAX_PER_TURN):
+            if time.monotonic() >= until:
+                return
             try:
                 route, *frames = _frames(socket)
             except zmq.Again:
@@ -314,7 +317,7 @@ class Loop:
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from broker.record import Record
-from mtplx.messages import Message
+from mtplx.messages import Message, StatusReply
 
-# A client that lets this many replies pile up floods without reading; its queue is dropped.
+# A client that lets replies of this weight pile up floods without reading; its queue is dropped. A plain reply
+# weighs 1, a few hundred bytes; a health report weighs REPORT_WEIGHT, and 1 more for each job it lists.
 MAX_REPLIES: Final = 20_000
+REPORT_WEIGHT: Final = 20
 # A full pipe is tried again after RETRY_S, then ever later: each try packs up to MAX_CHUNK_TOKENS anew.
 RETRY_S: Final = 0.01
 MAX_RETRY_S: Final = 1.0
@@ -28,6 +30,7 @@ class Client:
     route: bytes
     queue: deque[Message | Record] = field(default_factory=deque)
     jobs: dict[bytes, Record] = field(default_factory=dict)
+    weight: int = 0
     retry_at: float = 0.0
     retry_s: float = RETRY_S
     # The delivery cursor that the message on offer moves when it has been sent.
@@ -44,9 +47,10 @@ class Outboxes:
     def tell(self, route: bytes, message: Message) -> bool:
         """Queue *message*; False where the client has let too many pile up and must be dropped."""
         client = self._client(route)
-        if len(client.queue) >= MAX_REPLIES:
+        if client.weight >= MAX_REPLIES:
             return False
         client.queue.append(message)
+        client.weight += _weight(message)
         self.pending[route] = None
         return True
 
@@ -120,6 +124,7 @@ class Outboxes:
         client.retry_s = RETRY_S
         if not isinstance(head, Record):
             client.queue.popleft()
+            client.weight -= _weight(head)
         elif client.cursor is not None:
             head.reading.piece = client.cursor
             head.reading.next_seq += 1
@@ -168,3 +173,9 @@ class Outboxes:
         if not client.queue and not client.jobs:
             self.clients.pop(client.route, None)
             self.pending.pop(client.route, None)
+
+
+def _weight(message: Message) -> int:
+    if isinstance(message, StatusReply):
+        return REPORT_WEIGHT + len(message.status.get("jobs", ()))
+    return 1

@@ -9,18 +9,29 @@ import asyncio
 import time
 import warnings
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
-from mtplx.client import CLIENT_NAME, DEFAULT_TIMEOUT_S, StreamView, endpoint_of, late, result_of
+from mtplx.client import (
+    CLIENT_NAME,
+    CLOSED,
+    DEFAULT_TIMEOUT_S,
+    NO_STATUS,
+    NOT_ADMITTED,
+    NOT_WELCOMED,
+    WITHDRAWN,
+    StreamView,
+    endpoint_of,
+    result_of,
+)
 from mtplx.errors import BrokerUnreachableError
-from mtplx.job import Job
 from mtplx.link import Link
-from mtplx.session import Patience, Session, Ticket
+from mtplx.request import Asked, SubmitArguments, request_of
+from mtplx.session import Patience, Session
 from mtplx.settings import Settings
-from mtplx.stream import Piece, Result, StreamState, SubmitOptions, job_of
+from mtplx.stream import Piece, Result, StreamState
 
 
 class AsyncStream(StreamView):
@@ -54,7 +65,7 @@ class AsyncStream(StreamView):
 class AsyncClient:
     """A connection to the broker for one event loop; arguments and errors as those of `Client`.
 
-    It connects on `async with`, `connect()` or the first request.
+    It connects on `async with`, `connect()` or the first request; what failed to connect may try again.
     """
 
     def __init__(
@@ -71,6 +82,8 @@ class AsyncClient:
         self.idle_timeout = idle_timeout
         self.endpoint = endpoint_of(endpoint, settings)
         self._session = Session(self.endpoint, client=CLIENT_NAME)
+        self._closed = False
+        self._connecting = 0
         self._changed = asyncio.Event()
         # The loop must not keep a dropped client alive.
         self._weak_turn = weakref.WeakMethod(self._turn)
@@ -82,50 +95,42 @@ class AsyncClient:
             BrokerUnreachableError: no broker answered in time; the message says what was found instead.
             ProtocolError: something else answered.
         """
+        if self._closed:
+            raise BrokerUnreachableError(CLOSED)
         if self._link is None:
+            self._session = Session(self.endpoint, client=CLIENT_NAME)
             self._link = Link(self._session)
             self._loop = asyncio.get_running_loop()
             for descriptor in self._link.fds:
                 self._loop.add_reader(descriptor, _call, self._weak_turn)
+        session = self._session
         self._turn()
+        self._connecting += 1
         try:
-            await self._wait(lambda: self._session.welcome is not None, "No broker answers")
+            await self._wait_for_answer(lambda: session.welcome is not None, NOT_WELCOMED)
         finally:
-            if self._session.welcome is None:
-                self._close(goodbye=False)
+            self._connecting -= 1
+            # The others who wait for the same may have more patience; whoever comes later begins anew.
+            if session.welcome is None and not self._connecting:
+                self._disconnect(goodbye=False)
 
-    async def submit(
-        self,
-        job: Job | Mapping[str, Any] | str | None = None,
-        *,
-        deadline_s: float | None = None,
-        queue_ttl_s: float | None = None,
-        finish: bool = False,
-        credit: int | None = None,
-        headers: Mapping[str, str] | None = None,
-        **fields: Any,
-    ) -> AsyncStream:
+    async def submit(self, job: Asked = None, **arguments: Unpack[SubmitArguments]) -> AsyncStream:
         """Submit a job and wait until it is admitted; arguments and errors as for `Client.submit`."""
-        wanted = job_of(job, fields)
-        options = SubmitOptions(
-            deadline_s=deadline_s, queue_ttl_s=queue_ttl_s, finish=finish, credit=credit, headers=headers
-        )
+        wanted, options = request_of(job, arguments)
         await self._open()
         state = self._session.submit(wanted, options)
         self._turn()
         try:
-            await self._wait(
-                lambda: state.admitted is not None or state.ended, "The broker does not admit the job"
-            )
+            await self._wait_for_answer(lambda: state.admitted is not None or state.ended, NOT_ADMITTED)
         finally:
             if state.admitted is None:
-                self._session.give_up(state, BrokerUnreachableError("The job was withdrawn before its admission."))
+                self._session.give_up(state, BrokerUnreachableError(WITHDRAWN))
                 self._turn()
         if state.admitted is None and state.error is not None:
             raise state.error
         return AsyncStream(self, state)
 
-    async def run(self, job: Job | Mapping[str, Any] | str | None = None, **arguments: Any) -> Result:
+    async def run(self, job: Asked = None, **arguments: Unpack[SubmitArguments]) -> Result:
         """Submit a job and wait for its result; arguments as for `submit`. Cancelled, it cancels the job."""
         stream = await self.submit(job, **arguments)
         try:
@@ -136,14 +141,11 @@ class AsyncClient:
 
     async def cancel(self, job_id: bytes) -> dict[str, Any]:
         """Cancel any job of this broker by its id; returns the job's state afterwards."""
-        await self._open()
-        self._session.cancel(job_id)
-        return await self._answer(self._session.ask(job_id))
+        return await self._ask(job_id, cancel=True)
 
     async def status(self, job_id: bytes | None = None, *, jobs: bool = False) -> dict[str, Any]:
         """As `Client.status`."""
-        await self._open()
-        return await self._answer(self._session.ask(job_id, jobs=jobs))
+        return await self._ask(job_id, jobs=jobs)
 
     async def health(self) -> dict[str, Any]:
         """The broker's health: scheduler, worker, line, broker, counters."""
@@ -151,7 +153,8 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Say goodbye; the broker cancels this client's open jobs, those with `finish` go on."""
-        self._close(goodbye=True)
+        self._closed = True
+        self._disconnect(goodbye=True)
 
     async def __aenter__(self) -> Self:
         await self.connect()
@@ -166,22 +169,23 @@ class AsyncClient:
         if self._link is not None and not self._link.closed:
             # There is no caller to blame: the collector runs this.
             warnings.warn(f"AsyncClient of {self.endpoint} was dropped unclosed.", ResourceWarning, stacklevel=1)
-            self._close(goodbye=False)
+            self._disconnect(goodbye=False)
 
     async def _open(self) -> None:
-        if self._link is None:
+        if self._link is None or self._session.welcome is None:
             await self.connect()
         if self._session.failure is not None:
             raise self._session.failure
 
-    def _close(self, *, goodbye: bool) -> None:
-        if self._link is None or self._link.closed:
+    def _disconnect(self, *, goodbye: bool) -> None:
+        link, self._link = self._link, None
+        if link is None:
             return
         if self._loop is not None and not self._loop.is_closed():
-            for descriptor in self._link.fds:
+            for descriptor in link.fds:
                 self._loop.remove_reader(descriptor)
-        self._session.fail(BrokerUnreachableError("This client is closed."))
-        self._link.close(goodbye=goodbye)
+        self._session.fail(BrokerUnreachableError(CLOSED))
+        link.close(goodbye=goodbye)
         self._changed.set()
 
     def _turn(self) -> None:
@@ -191,50 +195,45 @@ class AsyncClient:
             self._changed.set()
 
     def _cancel(self, state: StreamState) -> None:
-        if not state.ended and self._session.failure is None:
-            self._session.cancel(state.id)
-            self._turn()
-
-    async def _answer(self, ticket: Ticket) -> dict[str, Any]:
+        self._session.cancel(state)
         self._turn()
-        await self._wait(lambda: ticket.settled, "The broker does not answer STATUS")
-        if ticket.error is not None:
-            raise ticket.error
-        return ticket.answer or {}
+
+    async def _ask(
+        self, job_id: bytes | None = None, *, jobs: bool = False, cancel: bool = False
+    ) -> dict[str, Any]:
+        await self._open()
+        session = self._session
+        ticket = session.ask(job_id, jobs=jobs, cancel=cancel)
+        self._turn()
+        try:
+            await self._wait_for_answer(lambda: ticket.settled, NO_STATUS)
+        finally:
+            session.drop(ticket)
+        return ticket.result()
 
     async def _next(self, state: StreamState, deadline: float | None) -> Piece | None:
-        limit = None if deadline is None else max(0.0, deadline - time.monotonic())
-        idle = self.idle_timeout if self.idle_timeout is not None else self._session.idle_limit()
-        await self._wait(lambda: bool(state.pieces) or state.ended, None, limit=limit, idle=idle)
-        if state.pieces:
-            piece = self._session.read(state)
-            if self._session.outbox:
-                self._turn()
-            return piece
-        if state.error is not None:
-            raise state.error
-        return None
+        if not state.readable:
+            await self._wait(
+                lambda: state.readable, self._connected().stream_patience(deadline, self.idle_timeout)
+            )
+        piece = self._session.read(state)
+        if self._session.outbox:
+            self._turn()
+        return piece
 
-    async def _wait(
-        self,
-        ready: Callable[[], bool],
-        what: str | None,
-        *,
-        limit: float | None = None,
-        idle: float | None = None,
-    ) -> None:
-        """Wait until *ready*; *what* names a request, which has the client's time limit."""
-        patience = Patience(
-            session=self._session,
-            began=time.monotonic(),
-            limit=self.timeout if what else limit,
-            idle=None if what else idle,
-            missing=(lambda: self._unreachable(what)) if what else late,
-            lost=lambda idle_s: self._unreachable(f"No word for {idle_s:g} s from the broker"),
-        )
+    def _connected(self) -> Link:
+        if self._link is None:
+            raise BrokerUnreachableError(CLOSED)
+        return self._link
+
+    async def _wait_for_answer(self, ready: Callable[[], bool], what: str) -> None:
+        await self._wait(ready, self._connected().answer_patience(what, self.timeout))
+
+    async def _wait(self, ready: Callable[[], bool], patience: Patience) -> None:
+        """Wait until *ready*."""
         while not ready():
-            if self._session.failure is not None:
-                raise self._session.failure
+            if patience.session.failure is not None:
+                raise patience.session.failure
             # Each wait has an event of its own generation: whoever sets it wakes all who wait now.
             if self._changed.is_set():
                 self._changed = asyncio.Event()
@@ -242,11 +241,6 @@ class AsyncClient:
             with suppress(TimeoutError):
                 async with asyncio.timeout(left):
                     await self._changed.wait()
-
-    def _unreachable(self, what: str) -> BrokerUnreachableError:
-        if self._link is None:
-            return BrokerUnreachableError(f"{what} at {self.endpoint}: this client is not connected.")
-        return self._link.unreachable(what)
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:

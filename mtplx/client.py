@@ -11,21 +11,27 @@ import select
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, Unpack
 
 from mtplx.errors import BrokerUnreachableError
-from mtplx.job import Job
 from mtplx.link import Link
 from mtplx.messages import Progress
-from mtplx.session import Patience, Session, Ticket
+from mtplx.request import Asked, SubmitArguments, request_of
+from mtplx.session import Patience, Session
 from mtplx.settings import Settings
-from mtplx.stream import Piece, Result, StreamState, SubmitOptions, job_of
+from mtplx.stream import Piece, Result, StreamState
 
 DEFAULT_TIMEOUT_S: Final = 10.0
 CLIENT_NAME: Final = "mtplx-python"
+# What a request that nobody answers is told by.
+NOT_WELCOMED: Final = "No broker answers"
+NOT_ADMITTED: Final = "The broker does not admit the job"
+NO_STATUS: Final = "The broker does not answer STATUS"
+CLOSED: Final = "This client is closed."
+WITHDRAWN: Final = "The job was withdrawn before its admission."
 
 
 def endpoint_of(endpoint: str | None, settings: Settings | None) -> str:
@@ -42,11 +48,6 @@ def result_of(state: StreamState) -> Result:
     if state.result is None:
         raise RuntimeError("The stream has not ended.")
     return state.result
-
-
-def late() -> Exception:
-    """The error of a wait for a result that took longer than its caller allowed."""
-    return TimeoutError("The job has not ended in the time given; it goes on. Wait again, or cancel it.")
 
 
 class StreamView:
@@ -156,7 +157,8 @@ class Client:
         self.idle_timeout = idle_timeout
         self.endpoint = endpoint_of(endpoint, settings)
         self._changed = threading.Condition()
-        self._reading = False
+        # The thread that waits on the descriptors.
+        self._reader: int | None = None
         self._session = Session(self.endpoint, client=CLIENT_NAME)
         self._link = Link(self._session)
         self._wake_read, self._wake_write = os.pipe()
@@ -166,43 +168,30 @@ class Client:
         for fd in (*self._link.fds, self._wake_read):
             self._poll.register(fd, select.POLLIN)
         try:
-            self._wait(lambda: self._session.welcome is not None, "No broker answers")
+            self._wait_for_answer(lambda: self._session.welcome is not None, NOT_WELCOMED)
         finally:
             if self._session.welcome is None:
                 self._close(goodbye=False)
 
-    def submit(
-        self,
-        job: Job | Mapping[str, Any] | str | None = None,
-        *,
-        deadline_s: float | None = None,
-        queue_ttl_s: float | None = None,
-        finish: bool = False,
-        credit: int | None = None,
-        headers: Mapping[str, str] | None = None,
-        **fields: Any,
-    ) -> Stream:
+    def submit(self, job: Asked = None, **arguments: Unpack[SubmitArguments]) -> Stream:
         """Submit a job and wait until it is admitted.
 
-        job: a Job, a map of job fields, or a prompt; *fields* are further job fields (`max_tokens=100`).
+        job: a Job, a map of job fields, or a prompt; further job fields are keywords (`max_tokens=100`).
         deadline_s, queue_ttl_s: seconds after which the job, or its waiting, ends with E_EXPIRED.
         finish: run to the end even if this client is gone. credit: chunks the broker may send ahead of
-        the reader. headers: trace context (`traceparent`, `tracestate`) and `x-*`.
+        the reader, at least 1. headers: trace context (`traceparent`, `tracestate`) and `x-*`.
 
         Raises:
-            BadJobError: a field is wrong; nothing was admitted.
+            BadJobError: a field or option is wrong; nothing was admitted.
             BusyError: the line is full or the broker stops; `retry_after_ms` says when to come back.
         """
-        wanted = job_of(job, fields)
-        options = SubmitOptions(
-            deadline_s=deadline_s, queue_ttl_s=queue_ttl_s, finish=finish, credit=credit, headers=headers
-        )
+        wanted, options = request_of(job, arguments)
         with self._changed:
             self._check_open()
             state = self._session.submit(wanted, options)
             self._push()
         try:
-            self._wait(lambda: state.admitted is not None or state.ended, "The broker does not admit the job")
+            self._wait_for_answer(lambda: state.admitted is not None or state.ended, NOT_ADMITTED)
         finally:
             if state.admitted is None:
                 self._withdraw(state)
@@ -210,7 +199,7 @@ class Client:
             raise state.error
         return Stream(self, state)
 
-    def run(self, job: Job | Mapping[str, Any] | str | None = None, **arguments: Any) -> Result:
+    def run(self, job: Asked = None, **arguments: Unpack[SubmitArguments]) -> Result:
         """Submit a job and wait for its result; arguments as for `submit`."""
         return self.submit(job, **arguments).result()
 
@@ -220,12 +209,7 @@ class Client:
         Raises:
             JobError: E_UNKNOWN_JOB.
         """
-        with self._changed:
-            self._check_open()
-            self._session.cancel(job_id)
-            ticket = self._session.ask(job_id)
-            self._push()
-        return self._answer(ticket)
+        return self._ask(job_id, cancel=True)
 
     def status(self, job_id: bytes | None = None, *, jobs: bool = False) -> dict[str, Any]:
         """The broker's health; with *job_id* one job's state; with *jobs* `{"jobs": [states]}`.
@@ -233,11 +217,7 @@ class Client:
         Raises:
             JobError: E_UNKNOWN_JOB.
         """
-        with self._changed:
-            self._check_open()
-            ticket = self._session.ask(job_id, jobs=jobs)
-            self._push()
-        return self._answer(ticket)
+        return self._ask(job_id, jobs=jobs)
 
     def health(self) -> dict[str, Any]:
         """The broker's health: scheduler, worker, line, broker, counters."""
@@ -265,11 +245,11 @@ class Client:
         with self._changed:
             if self._link is None or self._link.closed:
                 return
-            self._session.fail(BrokerUnreachableError("This client is closed."))
+            self._session.fail(BrokerUnreachableError(CLOSED))
             # Its descriptors may go only when nobody waits on them.
             self._wake()
             self._changed.notify_all()
-            while self._reading:
+            while self._reader is not None:
                 self._changed.wait()
             self._link.close(goodbye=goodbye)
             os.close(self._wake_read)
@@ -281,94 +261,83 @@ class Client:
 
     def _cancel(self, state: StreamState) -> None:
         with self._changed:
-            if not state.ended and self._session.failure is None:
-                self._session.cancel(state.id)
-                self._push()
+            self._session.cancel(state)
+            self._push()
 
     def _withdraw(self, state: StreamState) -> None:
         with self._changed:
-            self._session.give_up(state, BrokerUnreachableError("The job was withdrawn before its admission."))
+            self._session.give_up(state, BrokerUnreachableError(WITHDRAWN))
             self._push()
 
-    def _answer(self, ticket: Ticket) -> dict[str, Any]:
-        self._wait(lambda: ticket.settled, "The broker does not answer STATUS")
-        if ticket.error is not None:
-            raise ticket.error
-        return ticket.answer or {}
+    def _ask(self, job_id: bytes | None = None, *, jobs: bool = False, cancel: bool = False) -> dict[str, Any]:
+        with self._changed:
+            self._check_open()
+            ticket = self._session.ask(job_id, jobs=jobs, cancel=cancel)
+            self._push()
+        try:
+            self._wait_for_answer(lambda: ticket.settled, NO_STATUS)
+        finally:
+            with self._changed:
+                self._session.drop(ticket)
+        return ticket.result()
 
     def _next(self, state: StreamState, deadline: float | None) -> Piece | None:
-        piece = self._take(state)
-        if piece is not None:
-            return piece
-        limit = None if deadline is None else max(0.0, deadline - time.monotonic())
-        idle = self.idle_timeout if self.idle_timeout is not None else self._session.idle_limit()
-        self._wait(lambda: bool(state.pieces) or state.ended, None, limit=limit, idle=idle)
-        piece = self._take(state)
-        if piece is None and state.error is not None:
-            raise state.error
-        return piece
-
-    def _take(self, state: StreamState) -> Piece | None:
+        if not state.readable:
+            self._wait(lambda: state.readable, self._connected().stream_patience(deadline, self.idle_timeout))
         with self._changed:
-            if not state.pieces:
-                return None
             piece = self._session.read(state)
             if self._session.outbox:
                 self._push()
-            return piece
+        return piece
 
-    def _wait(
-        self,
-        ready: Callable[[], bool],
-        what: str | None,
-        *,
-        limit: float | None = None,
-        idle: float | None = None,
-    ) -> None:
-        """Move the connection on until *ready*; *what* names a request, which has the client's time limit."""
-        link = self._link
-        if link is None:
+    def _connected(self) -> Link:
+        if self._link is None:
             raise RuntimeError("The client is not connected.")
-        patience = Patience(
-            session=self._session,
-            began=time.monotonic(),
-            limit=self.timeout if what else limit,
-            idle=None if what else idle,
-            missing=(lambda: link.unreachable(what)) if what else late,
-            lost=lambda idle_s: link.unreachable(f"No word for {idle_s:g} s from the broker"),
-        )
-        with self._changed:
-            try:
-                while not ready():
+        return self._link
+
+    def _wait_for_answer(self, ready: Callable[[], bool], what: str) -> None:
+        self._wait(ready, self._connected().answer_patience(what, self.timeout))
+
+    def _wait(self, ready: Callable[[], bool], patience: Patience) -> None:
+        """Move the connection on until *ready*."""
+        link, me = self._connected(), threading.get_ident()
+        try:
+            while True:
+                with self._changed:
+                    if self._reader == me:
+                        self._rise()
+                    if ready():
+                        return
                     self._check_open()
-                    if self._reading:
+                    if self._reader is not None:
                         self._changed.wait(patience.left(time.monotonic()))
-                    elif link.turn():
+                        continue
+                    if link.turn():
                         self._changed.notify_all()
-                    else:
-                        self._sleep(patience.left(time.monotonic()))
-            finally:
-                # Another waiter may have to take over the descriptors.
+                        continue
+                    left = patience.left(time.monotonic())
+                    self._reader = me
+                # Without the lock: the socket itself is only touched under it.
+                self._poll.poll(None if left is None else left * 1000 + 1)
+        finally:
+            # An interrupt can come at any line above: whoever still sits on the descriptors gives them up.
+            with self._changed:
+                if self._reader == me:
+                    self._rise()
                 self._changed.notify_all()
 
-    def _sleep(self, seconds: float | None) -> None:
-        """Wait on the descriptors without the lock: the socket itself is only touched under it."""
-        self._reading = True
-        self._changed.release()
-        try:
-            self._poll.poll(None if seconds is None else seconds * 1000 + 1)
-        finally:
-            self._changed.acquire()
-            self._reading = False
-            with suppress(BlockingIOError):
-                os.read(self._wake_read, 4096)
+    def _rise(self) -> None:
+        """Give up the descriptors."""
+        self._reader = None
+        with suppress(BlockingIOError):
+            os.read(self._wake_read, 4096)
 
     def _push(self) -> None:
         """Send what was queued. That may swallow the reader's signal for what came in: wake it."""
         if self._link is not None:
             while self._link.turn():
                 pass
-        if self._reading:
+        if self._reader is not None:
             self._wake()
         self._changed.notify_all()
 

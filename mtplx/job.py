@@ -128,7 +128,10 @@ def context_error(name: str, prompt_tokens: int, context: int) -> BadJobError:
 
 
 def _shown(name: Any) -> str:
-    return name[:64] if isinstance(name, str) else type(name).__name__
+    if not isinstance(name, str):
+        return type(name).__name__
+    # A lone surrogate of a name could not be sent, printed or stored.
+    return name[:64].encode(errors="backslashreplace").decode()
 
 
 def _wrong(name: str, wanted: str, value: Any) -> BadJobError:

@@ -13,7 +13,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from mtplx import wire
 from mtplx.errors import BrokerUnreachableError
-from mtplx.session import Session
+from mtplx.session import Patience, Session
 from mtplx.settings import check_endpoint
 from mtplx.sockets import COMMON, RECONNECT, set_all
 
@@ -82,6 +82,32 @@ class Link:
     def unreachable(self, what: str) -> BrokerUnreachableError:
         """The error for silence: *what* failed, and the likely causes by what the connection showed."""
         return BrokerUnreachableError(f"{what} at {self.session.endpoint}: {self._cause()}")
+
+    def answer_patience(self, what: str, limit: float) -> Patience:
+        """How long to wait for the answer to a request; *what* begins the sentence on its absence."""
+        return Patience(
+            session=self.session,
+            began=time.monotonic(),
+            limit=limit,
+            idle=None,
+            missing=lambda: self.unreachable(what),
+            lost=self._silent,
+        )
+
+    def stream_patience(self, deadline: float | None, idle: float | None) -> Patience:
+        """How long to wait for a job: until *deadline*, and *idle* seconds without a word (None = five beats)."""
+        now = time.monotonic()
+        return Patience(
+            session=self.session,
+            began=now,
+            limit=None if deadline is None else max(0.0, deadline - now),
+            idle=self.session.idle_limit() if idle is None else idle,
+            missing=_not_ended,
+            lost=self._silent,
+        )
+
+    def _silent(self, idle_s: float) -> BrokerUnreachableError:
+        return self.unreachable(f"No word for {idle_s:g} s from the broker")
 
     def _cause(self) -> str:
         if self._refused == _MECHANISM_MISMATCH:
@@ -161,3 +187,7 @@ class Link:
                 return number > 0
             self.session.receive(frames, time.monotonic())
         return True
+
+
+def _not_ended() -> Exception:
+    return TimeoutError("The job has not ended in the time given; it goes on. Wait again, or cancel it.")

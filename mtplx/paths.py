@@ -60,9 +60,15 @@ def private_folder(path: Path) -> Path:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = path.lstat()
     except OSError as error:
-        raise SettingsError(f"The folder {path} cannot be made: {error.strerror or error}.") from error
+        raise SettingsError(
+            f"The folder {path} cannot be made ({error.strerror or error}); choose another --run-dir."
+        ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise SettingsError(f"{path} must be a folder of your own; choose another --run-dir.")
     if stat.S_IMODE(found.st_mode) & 0o077:
-        raise SettingsError(f"{path} is open to others; run: chmod 700 {path}")
+        # Advice to close a shared folder such as /tmp would break the machine.
+        ours = f", or run: chmod 700 {path}" if path.is_relative_to(Path.home()) else ""
+        raise SettingsError(
+            f"{path} is open to others; choose a folder of your own, for instance --run-dir ~/.mtplx/run{ours}."
+        )
     return path

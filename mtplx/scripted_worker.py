@@ -87,7 +87,9 @@ class ScriptedWorker:
         self._own_process = own_process
         self._log_file = log_file.open("a") if log_file else None
         self._grew = threading.Condition()
-        self._stop, self._unknown, self._mute = threading.Event(), threading.Event(), threading.Event()
+        # A plain flag: a signal handler sets it, in the middle of any line.
+        self._stopped = False
+        self._beats_end, self._unknown, self._mute = threading.Event(), threading.Event(), threading.Event()
         self._farewell = True
         self._beat_s = FIRST_BEAT_S
         self._progress = 0
@@ -107,7 +109,7 @@ class ScriptedWorker:
 
     def stop(self) -> None:
         """End with BYE, as a worker does on SIGTERM; safe to call twice, and in a signal handler of `serve`."""
-        self._stop.set()
+        self._stopped = True
         if self._thread.ident is not None:
             self._thread.join()
 
@@ -137,7 +139,7 @@ class ScriptedWorker:
         beats.start()
         try:
             self._say_ready()
-            while not self._stop.is_set():
+            while not self._stopped:
                 if self._unknown.is_set():
                     self._say_ready()
                 if self._socket.poll(LOOK_MS):
@@ -145,7 +147,7 @@ class ScriptedWorker:
         except _Dropped:
             pass
         finally:
-            self._stop.set()
+            self._beats_end.set()
             if self._farewell and self.refused is None:
                 self._note("bye")
                 self._try_send(self._socket, m.WorkerBye(self.worker_id))
@@ -210,7 +212,7 @@ class ScriptedWorker:
                 # Frame by frame costs a third of send_multipart; only the first can find the pipe full.
                 send(frames[0], zmq.NOBLOCK | zmq.SNDMORE)
             except zmq.Again:
-                if self._stop.is_set() or self._unknown.is_set():
+                if self._stopped or self._unknown.is_set():
                     raise _Dropped from None
                 self._socket.poll(LOOK_MS, zmq.POLLOUT)
             else:
@@ -227,7 +229,7 @@ class ScriptedWorker:
     def _beat(self) -> None:
         # A connection of its own: sockets belong to one thread, and a busy main thread must not stop the beats.
         with worker_dealer(self._context, self.back) as socket:
-            while not self._stop.wait(self._beat_s):
+            while not self._beats_end.wait(self._beat_s):
                 if self._mute.is_set():
                     continue
                 phase, lease, done, total = self._now
@@ -302,7 +304,7 @@ class ScriptedWorker:
         """Wait until *due* while listening; True as soon as a cancel of this lease is read."""
         while True:
             left = due - time.monotonic()
-            if self._stop.is_set() or self._unknown.is_set():
+            if self._stopped or self._unknown.is_set():
                 raise _Dropped
             # Whole milliseconds in the poll, the rest in a sleep; no call at all when it is due.
             if left > 0 and not self._socket.poll(min(int(left * 1000), LOOK_MS)) and left < 0.001:
@@ -325,7 +327,7 @@ class ScriptedWorker:
         match script.fault:
             case Fault.ABORT | Fault.EXIT if not self._own_process:
                 self._farewell = False
-                self._stop.set()
+                self._stopped = True
                 raise _Dropped
             case Fault.ABORT:
                 os.abort()
@@ -340,7 +342,8 @@ class ScriptedWorker:
             case Fault.HANG | Fault.SILENT:
                 if script.fault is Fault.SILENT:
                     self._mute.set()
-                self._stop.wait()
+                while not self._stopped:
+                    time.sleep(LOOK_MS / 1000)
                 raise _Dropped
             case Fault.STALE:
                 self._send_frames(chunk_of(run, run.lease - 1, tokens))

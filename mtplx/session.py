@@ -6,14 +6,13 @@ clients move bytes and wait; nothing else.
 
 from __future__ import annotations
 
-import secrets
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from mtplx import wire
-from mtplx.errors import BadJobError, BrokerUnreachableError, JobError, MtplxError, ProtocolError
+from mtplx.errors import BadJobError, BrokerUnreachableError, MtplxError, ProtocolError
 from mtplx.job import Job
 from mtplx.messages import (
     TO_CLIENT,
@@ -23,7 +22,6 @@ from mtplx.messages import (
     Cancel,
     Chunk,
     Done,
-    Draining,
     Error,
     GiveCredit,
     Hello,
@@ -32,11 +30,12 @@ from mtplx.messages import (
     Started,
     Status,
     StatusReply,
-    Submit,
     Welcome,
 )
-from mtplx.stream import Piece, StreamState, SubmitOptions, error_of
+from mtplx.request import SubmitOptions, submit_of
+from mtplx.stream import FAULTS, Piece, StreamState, error_of
 
+ID_BYTES: Final = 16
 # How many ended jobs are remembered, to count what comes after a last word.
 REMEMBERED: Final = 256
 # Silence of this many beats, and at least this many seconds, means that the broker is gone.
@@ -44,12 +43,16 @@ IDLE_BEATS: Final = 5
 MIN_IDLE_S: Final = 10.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Ticket:
-    """A question. Its answer is told by what it is about: one job, the list of jobs, or health."""
+    """A question. Its answer is told by what it is about: one job, the list of jobs, or health.
+
+    cancel: the wish that goes before the question, where it asks for a job's state after a cancel.
+    """
 
     question: Status
     about: str
+    cancel: Cancel | None = None
     answer: dict[str, Any] | None = None
     error: MtplxError | None = None
 
@@ -58,13 +61,20 @@ class Ticket:
         """True once the answer or an error is there."""
         return self.answer is not None or self.error is not None
 
+    def result(self) -> dict[str, Any]:
+        """The answer of a settled question, or its error raised."""
+        if self.error is not None:
+            raise self.error
+        return self.answer or {}
+
 
 @dataclass(slots=True)
 class Session:
     """One conversation with the broker at *endpoint*.
 
     outbox: messages to send, oldest first. failure: ends everything when set.
-    late: messages about a job after its last word; 0 with a broker that keeps its promises.
+    after_last_word: messages about a job after its last word; 0 with a broker that keeps its promises.
+    stray_errors: errors about nothing that is open.
     """
 
     endpoint: str
@@ -72,81 +82,109 @@ class Session:
     outbox: deque[Message] = field(default_factory=deque)
     streams: dict[bytes, StreamState] = field(default_factory=dict)
     welcome: Welcome | None = None
-    draining: bool = False
     restarted: bool = False
     failure: MtplxError | None = None
-    late: int = 0
+    after_last_word: int = 0
+    stray_errors: int = 0
     heard: float = 0.0
-    _tickets: deque[Ticket] = field(default_factory=deque)
-    _ended: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    # What waits for its first answer, oldest first: questions, and jobs not yet admitted. Keys are `id()`s.
+    _open: dict[int, Ticket | StreamState] = field(default_factory=dict)
+    # Answers that are still to come to questions nobody waits for any more, by what they are about.
+    _unwanted: Counter[str] = field(default_factory=Counter)
+    # Ended jobs; True for those given up from this side, which the broker may still run.
+    _ended: OrderedDict[bytes, bool] = field(default_factory=OrderedDict)
 
     def hello(self) -> None:
         """Open the conversation."""
         self.outbox.append(Hello(versions=(VERSION,), client=self.client))
 
     def reconnected(self) -> None:
-        """The connection is a new one, which the broker cannot know: say again what is open."""
+        """The connection is a new one, which the broker cannot know: say again what is open and what is wished."""
+        wishes = [message for message in self.outbox if isinstance(message, Cancel)]
+        wishes += [Cancel(id=state.id) for state in self.streams.values() if state.cancel_wanted]
+        wishes += [Cancel(id=job_id) for job_id, given_up in self._ended.items() if given_up]
+        wishes += [ticket.cancel for ticket in self._tickets() if ticket.cancel is not None]
         self.outbox.clear()
+        self._unwanted.clear()
         self.hello()
         self.outbox.extend(state.resume() for state in self.streams.values())
-        self.outbox.extend(ticket.question for ticket in self._tickets)
+        self.outbox.extend(dict.fromkeys(wishes))
+        self.outbox.extend(ticket.question for ticket in self._tickets())
 
     def submit(self, job: Job, options: SubmitOptions) -> StreamState:
         """Queue a checked job under a fresh random id.
 
         Raises:
             JobError: E_TOO_LARGE, with both sizes in `detail`.
+            BadJobError: the headers are too large.
         """
-        body = wire.pack_body(job.to_map())
         limit = self.welcome.limits.get("max_job_bytes") if self.welcome else None
-        if isinstance(limit, int) and len(body) > limit:
-            raise JobError(
-                f"The job has {len(body)} bytes; this broker takes {limit} (--max-job-bytes).",
-                code="E_TOO_LARGE",
-                field="body",
-                detail={"bytes": len(body), "limit": limit},
-            )
-        message = Submit(
-            id=secrets.token_bytes(16),
-            job=body,
-            credit=options.credit,
-            deadline_ms=_ms("deadline_s", options.deadline_s),
-            queue_ttl_ms=_ms("queue_ttl_s", options.queue_ttl_s),
-            finish=options.finish,
-            h=dict(options.headers) if options.headers else None,
-        )
+        message = submit_of(job, options, limit if isinstance(limit, int) else None)
         state = self.streams[message.id] = StreamState(message)
+        self._open[id(state)] = state
         self.outbox.append(message)
         return state
 
-    def cancel(self, job_id: bytes) -> None:
-        """Queue the wish that a job ends."""
-        self.outbox.append(Cancel(id=job_id))
+    def cancel(self, state: StreamState) -> None:
+        """Queue the wish that a job ends; it is said again on a new connection."""
+        if not state.ended:
+            state.cancel_wanted = True
+            self.outbox.append(Cancel(id=state.id))
 
-    def read(self, state: StreamState) -> Piece:
-        """The oldest unread piece of a stream; gives the broker credit where that is used."""
+    def read(self, state: StreamState) -> Piece | None:
+        """The oldest unread piece; gives the broker credit where that is used. None at the end of the job.
+
+        Raises:
+            MtplxError: there is no piece, and the job has failed.
+        """
+        if not state.pieces:
+            if state.error is not None:
+                raise state.error
+            return None
         piece, upto = state.read()
         if upto is not None:
             self.outbox.append(GiveCredit(id=state.id, upto_seq=upto))
         return piece
 
-    def ask(self, job_id: bytes | None = None, *, jobs: bool = False) -> Ticket:
-        """Queue a STATUS question."""
+    def ask(self, job_id: bytes | None = None, *, jobs: bool = False, cancel: bool = False) -> Ticket:
+        """Queue a STATUS question, with *cancel* after the wish that the job ends; `drop` it in the end.
+
+        Raises:
+            BadJobError: *job_id* is no id.
+        """
+        if job_id is not None and (type(job_id) is not bytes or len(job_id) != ID_BYTES):
+            raise BadJobError(f"A job id has exactly {ID_BYTES} bytes, not {job_id!r:.64}.", field="job_id")
         ticket = Ticket(Status(id=job_id, jobs=jobs), job_id.hex() if job_id else "jobs" if jobs else "health")
-        self._tickets.append(ticket)
+        if cancel and job_id is not None:
+            ticket.cancel = Cancel(id=job_id)
+            self.outbox.append(ticket.cancel)
+            if job_id in self.streams:
+                self.streams[job_id].cancel_wanted = True
+        self._open[id(ticket)] = ticket
         self.outbox.append(ticket.question)
         return ticket
+
+    def drop(self, ticket: Ticket) -> None:
+        """Nobody waits for this answer any more."""
+        if self._open.pop(id(ticket), None) is None:
+            return
+        if ticket.question in self.outbox:
+            self.outbox.remove(ticket.question)
+        else:
+            # It may still come, and is no answer to a later question.
+            self._unwanted[ticket.about] += 1
 
     def give_up(self, state: StreamState, error: MtplxError) -> None:
         """End a stream from this side and let the broker know."""
         if state.ended:
             return
         state.fail(error)
-        if state.submit in self.outbox:
-            self.outbox.remove(state.submit)
-        else:
+        sent = state.submit not in self.outbox
+        if sent:
             self.outbox.append(Cancel(id=state.id))
-        self._forget(state)
+        else:
+            self.outbox.remove(state.submit)
+        self._forget(state, given_up=sent)
 
     def bye(self) -> None:
         """Queue the farewell; jobs without `finish` end with it."""
@@ -159,8 +197,9 @@ class Session:
         for state in list(self.streams.values()):
             state.fail(error)
             self._forget(state)
-        while self._tickets:
-            self._tickets.popleft().error = error
+        for ticket in self._tickets():
+            ticket.error = error
+        self._open.clear()
 
     def receive(self, frames: Sequence[bytes], now: float) -> None:
         """Take the frames of one message. Faults end the stream they are about, else the conversation."""
@@ -175,8 +214,6 @@ class Session:
                 self._welcome(message)
             case StatusReply():
                 self._answer(message.status)
-            case Draining():
-                self.draining = True
             case Error():
                 self._error(message)
             case Admitted() | Started() | Chunk() | Done() | Progress():
@@ -203,29 +240,62 @@ class Session:
             self.give_up(state, error)
         if state.ended:
             self._forget(state)
+        elif state.admitted is not None:
+            self._open.pop(id(state), None)
 
     def _unrouted(self, job_id: bytes, message: Message) -> None:
-        if job_id not in self._ended or isinstance(message, Progress):
+        given_up = self._ended.get(job_id)
+        if given_up is None or isinstance(message, Progress):
             return
-        if isinstance(message, Admitted):
+        if isinstance(message, Error) and message.code in FAULTS:
+            return
+        if isinstance(message, Error) and message.code == "E_UNKNOWN_JOB":
+            self._ended[job_id] = False
+        elif not given_up:
+            self.after_last_word += 1
+        elif isinstance(message, Admitted):
             # Given up while the SUBMIT was on its way.
             self.outbox.append(Cancel(id=job_id))
-        else:
-            self.late += 1
+        elif isinstance(message, Done | Error):
+            self._ended[job_id] = False
 
     def _error(self, message: Error) -> None:
-        if self.restarted and message.code == "E_UNKNOWN_JOB":
+        job_id = message.id
+        if job_id is None:
+            self._error_without_id(message)
+            return
+        unknown = message.code == "E_UNKNOWN_JOB"
+        if self.restarted and unknown:
             message = replace(
                 message, message="The broker was started anew and does not know this job; submit it again."
             )
-        if message.id is not None and message.id in self.streams:
-            self._route(message.id, message)
-        elif message.id is None:
-            self.fail(error_of(message))
-        else:
-            ticket = self._take_ticket(message.id.hex())
+        state = self.streams.get(job_id)
+        if state is None or unknown:
+            ticket = self._take_ticket(job_id.hex())
             if ticket is not None:
                 ticket.error = error_of(message)
+        if state is not None and state.admitted is not None and message.code in FAULTS:
+            self.stray_errors += 1
+        else:
+            self._route(job_id, message)
+
+    def _error_without_id(self, message: Error) -> None:
+        """It is about the connection, or about the message the broker read last, and ends no job."""
+        if self.welcome is None or message.code == "E_VERSION":
+            self.fail(error_of(message))
+            return
+        asked = next((one for one in self._open.values() if not self._unsent(one)), None)
+        if isinstance(asked, Ticket):
+            self._open.pop(id(asked))
+            asked.error = error_of(message)
+        elif asked is not None:
+            self.give_up(asked, error_of(message))
+        else:
+            self.stray_errors += 1
+
+    def _unsent(self, asked: Ticket | StreamState) -> bool:
+        first = asked.question if isinstance(asked, Ticket) else asked.submit
+        return any(message is first for message in self.outbox)
 
     def _answer(self, status: dict[str, Any]) -> None:
         about = status.get("id") or ("jobs" if "jobs" in status else "health")
@@ -234,10 +304,16 @@ class Session:
         if ticket is not None:
             ticket.answer = status
 
+    def _tickets(self) -> list[Ticket]:
+        return [one for one in self._open.values() if isinstance(one, Ticket)]
+
     def _take_ticket(self, about: str) -> Ticket | None:
-        found = next((ticket for ticket in self._tickets if ticket.about == about), None)
+        if self._unwanted[about] > 0:
+            self._unwanted[about] -= 1
+            return None
+        found = next((ticket for ticket in self._tickets() if ticket.about == about), None)
         if found is not None:
-            self._tickets.remove(found)
+            self._open.pop(id(found))
         return found
 
     def _undecodable(self, error: ProtocolError) -> None:
@@ -255,9 +331,10 @@ class Session:
                 )
             )
 
-    def _forget(self, state: StreamState) -> None:
+    def _forget(self, state: StreamState, *, given_up: bool = False) -> None:
         self.streams.pop(state.id, None)
-        self._ended[state.id] = None
+        self._open.pop(id(state), None)
+        self._ended[state.id] = given_up
         if len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
 
@@ -293,11 +370,3 @@ class Patience:
             if ends[-1] <= 0:
                 raise self.lost(self.idle)
         return min(ends, default=None)
-
-
-def _ms(name: str, seconds: float | None) -> int | None:
-    if seconds is None:
-        return None
-    if not 0 < seconds < wire.MAX_UINT / 1000:
-        raise BadJobError(f"{name} must be a number above 0, not {seconds!r}.", field=name)
-    return max(1, round(seconds * 1000))

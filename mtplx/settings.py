@@ -22,7 +22,6 @@ STAGES: Final = ("auto", "h0", "h1", "h2")
 PRESETS: Final = ("solo", "latency", "agent", "throughput")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 # WELCOME tells limits, and milliseconds are a thousand times more; both must fit 64 bits.
-MAX_NUMBER: Final = 2**53
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 
 
@@ -83,7 +82,7 @@ class Settings:
         _one_of("hyper_stage", self.hyper_stage, STAGES)
         _one_of("batching_preset", self.batching_preset, PRESETS)
         _one_of("log_level", self.log_level, LOG_LEVELS)
-        self._check_numbers()
+        self._check_values()
         if self.dead_s < 2 * self.beat_s:
             raise SettingsError(f"--dead-s ({self.dead_s}) must be at least twice --beat-s ({self.beat_s}).")
         for name in ("front", "back"):
@@ -96,16 +95,16 @@ class Settings:
         if self.scheduler_mode is SchedulerMode.HYPER:
             self._refuse_batching()
 
-    def _check_numbers(self) -> None:
-        for name in ("queue_jobs", "queue_bytes", "max_job_bytes", "prefill_chunk", "beat_s", "dead_s", "stall_s"):
-            if getattr(self, name) <= 0:
-                raise SettingsError(f"{flag(name)} must be above 0, not {getattr(self, name)}.")
-        for name, item in _FIELDS.items():
-            if item.type in ("int", "float") and getattr(self, name) > MAX_NUMBER:
-                raise SettingsError(f"{flag(name)} must be at most {MAX_NUMBER}, not {getattr(self, name)}.")
-        for name in ("retain_s", "orphan_s", "drain_s", "retain_bytes"):
-            if getattr(self, name) < 0:
-                raise SettingsError(f"{flag(name)} must not be negative, not {getattr(self, name)}.")
+    def _check_values(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            if not low <= getattr(self, name) <= high:
+                raise SettingsError(f"{flag(name)} must be from {low} to {high}, not {getattr(self, name)}.")
+        if not self.model.strip():
+            raise SettingsError("--model is empty; give a pulled name, a directory or a Hugging Face id.")
+        if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise SettingsError(
+                f"--otlp-endpoint {self.otlp_endpoint!r} is no collector's address; write http://127.0.0.1:4318."
+            )
 
     def _refuse_batching(self) -> None:
         reasons = {
@@ -116,8 +115,7 @@ class Settings:
         for name, (only, reason) in reasons.items():
             if getattr(self, name) != only:
                 raise SettingsError(
-                    f"{flag(name)} {getattr(self, name)} is refused in hyper mode: {reason}. "
-                    f"Leave it at {only}, or choose --scheduler-mode serial."
+                    f"{flag(name)} {getattr(self, name)} is refused in hyper mode: {reason}. Leave it at {only}."
                 )
         if self.batching_preset in ("agent", "throughput"):
             raise SettingsError(
@@ -169,10 +167,25 @@ class Settings:
         batching = ("max_active_requests", "decode_batch_max", "batch_wait_ms", "batching_preset", "hyper_stage")
         given = [flag(name) for name in batching if getattr(self, name) != _FIELDS[name].default]
         if self.scheduler_mode is SchedulerMode.SERIAL and given:
-            return [f"{', '.join(given)} do nothing in serial mode: one job runs at a time, at width 1."]
+            return [f"No effect in serial mode, where one job runs at a time at width 1: {', '.join(given)}."]
         return []
 
 
+# Times in seconds stay far from where clocks and poll limits overflow.
+_DAY: Final = 86_400.0
+_RANGES: Final[dict[str, tuple[float, float]]] = {
+    "queue_jobs": (1, 10_000_000),
+    "queue_bytes": (1, 2**40),
+    "max_job_bytes": (1, 8 * 1024**2),
+    "prefill_chunk": (1, 1_000_000),
+    "beat_s": (0.01, 3600.0),
+    "dead_s": (0.02, _DAY),
+    "stall_s": (0.1, 30 * _DAY),
+    "retain_s": (0, 365 * _DAY),
+    "retain_bytes": (0, 2**40),
+    "orphan_s": (0, 30 * _DAY),
+    "drain_s": (0, _DAY),
+}
 _FIELDS: Final = {item.name: item for item in fields(Settings)}
 
 
@@ -252,8 +265,10 @@ def _parsed(where: str, name: str, value: Any) -> Any:
         if wanted in ("int", "float"):
             return _number(int if wanted == "int" else float, value)
     except (TypeError, ValueError):
-        known = f"; known are {', '.join(SchedulerMode)}" if wanted == "SchedulerMode" else f", not {wanted}"
-        raise SettingsError(f"{where} = {value!r} is wrong{known}.") from None
+        needed = {"int": "a whole number", "float": "a number"}.get(
+            str(wanted), "one of " + ", ".join(SchedulerMode)
+        )
+        raise SettingsError(f"{where} = {value!r} is wrong: it must be {needed}.") from None
     if not isinstance(value, str):
         raise SettingsError(f"{where} = {value!r} must be text.")
     return value

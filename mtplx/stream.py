@@ -8,10 +8,10 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from sys import byteorder
-from typing import Any
+from typing import Any, Final
 
 from mtplx.errors import (
     BadJobError,
@@ -22,7 +22,6 @@ from mtplx.errors import (
     WireError,
 )
 from mtplx.fields import Logprobs
-from mtplx.job import Job
 from mtplx.messages import (
     Admitted,
     Chunk,
@@ -34,6 +33,9 @@ from mtplx.messages import (
     Started,
     Submit,
 )
+
+# With the id of an admitted job these answer a faulty message about it, and leave the job as it is.
+FAULTS: Final = ("E_PROTOCOL", "E_TOO_LARGE", "E_CONFLICT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,33 +74,6 @@ class Result:
         return {**asdict(self), "ids": list(self.ids), "id": self.id.hex()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SubmitOptions:
-    """How a job is submitted, apart from what it asks. Times in seconds, credit in chunks."""
-
-    deadline_s: float | None = None
-    queue_ttl_s: float | None = None
-    finish: bool = False
-    credit: int | None = None
-    headers: Mapping[str, str] | None = None
-
-
-def job_of(job: Job | Mapping[str, Any] | str | None, fields: Mapping[str, Any]) -> Job:
-    """The checked job behind the arguments of `submit`: a Job, its map, a prompt, or fields alone.
-
-    Raises:
-        BadJobError: naming the field.
-    """
-    body: dict[str, Any]
-    if isinstance(job, Job):
-        body = job.to_map()
-    elif isinstance(job, Mapping):
-        body = dict(job)
-    else:
-        body = {} if job is None else {"prompt": job}
-    return Job.parse({**body, **fields})
-
-
 def error_of(error: Error) -> WireError:
     """The exception that an ERROR message stands for."""
     if error.code == "E_BAD_JOB":
@@ -119,7 +94,8 @@ def error_of(error: Error) -> WireError:
 class StreamState:
     """One job as its producer sees it: chunks in order, then exactly one last word.
 
-    `pieces` holds what nobody has read yet; `result` or `error` is set by the last word.
+    `pieces` holds what nobody has read yet; `result` or `error` is set by the last word. `cancel_wanted`
+    is its reader's wish, to be said again on a new connection.
     """
 
     def __init__(self, submit: Submit) -> None:
@@ -131,6 +107,7 @@ class StreamState:
         self.progress: Progress | None = None
         self.result: Result | None = None
         self.error: MtplxError | None = None
+        self.cancel_wanted = False
         self.ids: list[int] = []
         self._texts: list[str] = []
         self._seq = 0
@@ -142,6 +119,11 @@ class StreamState:
     def ended(self) -> bool:
         """True after the last word."""
         return self.result is not None or self.error is not None
+
+    @property
+    def readable(self) -> bool:
+        """True where a reader need not wait: for a piece, or for the end."""
+        return bool(self.pieces) or self.ended
 
     @property
     def text(self) -> str:
@@ -168,7 +150,8 @@ class StreamState:
             case Done():
                 self._done(message)
             case Error():
-                self.error = error_of(message)
+                if self.admitted is None or message.code not in FAULTS:
+                    self.error = error_of(message)
 
     def fail(self, error: MtplxError) -> None:
         """End the stream from this side."""

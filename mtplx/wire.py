@@ -11,6 +11,7 @@ Every fault in the bytes of a peer becomes one ProtocolError that names the fiel
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, get_type_hints
 
@@ -24,6 +25,10 @@ MAX_HEADER_BYTES: Final = 64 * 1024
 # A frame above this ends the connection inside libzmq; limits below it can be answered.
 MAX_FRAME_BYTES: Final = 16 * 1024 * 1024
 MAX_UINT: Final = 2**64 - 1
+# Maps and lists in one value. A whole coalesced chunk with log-probabilities has about 90,000; a job has one
+# for each message, and each costs the broker's loop about a microsecond.
+MAX_CONTAINERS: Final = 200_000
+MAX_JOB_CONTAINERS: Final = 20_000
 
 _MSGPACK_ERRORS = (ValueError, msgpack.exceptions.UnpackException)
 _MISSING: Final = object()
@@ -96,7 +101,7 @@ def decode(frames: Sequence[bytes], kinds: Mapping[int, type[Message]]) -> Messa
 
 def unpack_body(data: bytes, limit: int) -> dict[str, Any]:
     """The map in an opaque body (the job of SUBMIT and RUN), decoded as strictly as a header."""
-    return _unpack_map(data, "body", limit)
+    return _unpack_map(data, "body", limit, MAX_JOB_CONTAINERS)
 
 
 def pack_body(body: Mapping[str, Any]) -> bytes:
@@ -176,7 +181,7 @@ def _pack(message: Message, items: tuple[Field, ...]) -> bytes:
     return bytes(msgpack.packb(values))
 
 
-def _unpack_map(data: bytes, place: str, limit: int) -> dict[str, Any]:
+def _unpack_map(data: bytes, place: str, limit: int, containers: int = MAX_CONTAINERS) -> dict[str, Any]:
     if len(data) > limit:
         raise ProtocolError(
             f"The {place} has {len(data)} bytes; at most {limit} are taken.",
@@ -186,7 +191,11 @@ def _unpack_map(data: bytes, place: str, limit: int) -> dict[str, Any]:
         )
     try:
         value = msgpack.unpackb(
-            data, strict_map_key=True, object_pairs_hook=_pairs, ext_hook=_refuse_ext, use_list=True
+            data,
+            strict_map_key=True,
+            object_pairs_hook=_Strict(containers).pairs,
+            ext_hook=_refuse_ext,
+            use_list=True,
         )
     except ProtocolError:
         raise
@@ -198,31 +207,46 @@ def _unpack_map(data: bytes, place: str, limit: int) -> dict[str, Any]:
     return value
 
 
-def _pairs(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
-    built = dict(pairs)
-    for key, value in built.items():
-        if type(key) is not str:
-            raise ProtocolError("Map keys must be strings.", field="key")
-        if type(value) in _LOOKED_INTO:
-            _refuse_timestamps(key, value)
-    if len(built) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in built if keys.count(key) > 1)
-        raise ProtocolError(f"The key {twice[:64]} stands twice.", field=twice[:64])
-    return built
+class _Strict:
+    """The hooks of one decoding; `left` bounds how many maps and lists it may hold, and so its time."""
 
+    __slots__ = ("left",)
 
-def _refuse_timestamps(key: str, value: Any) -> None:
-    # msgpack decodes ext type -1 by itself, past ext_hook.
-    open_lists = [value]
-    while open_lists:
-        item = open_lists.pop()
-        if type(item) is msgpack.Timestamp:
-            _refuse_ext(-1, b"", key)
-        # A prompt may be millions of ids: only the kinds of items are looked at one by one.
-        kinds = set(map(type, item))
-        if kinds & {list, msgpack.Timestamp}:
-            open_lists.extend(one for one in item if type(one) in (list, msgpack.Timestamp))
+    def __init__(self, containers: int) -> None:
+        self.left = containers
+
+    def pairs(self, pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+        """A map's pairs as a dict, with string keys that stand once."""
+        self._count(1)
+        built = dict(pairs)
+        for key, value in built.items():
+            if type(key) is not str:
+                raise ProtocolError("Map keys must be strings.", field="key")
+            if type(value) in _LOOKED_INTO:
+                self._look_into(key, value)
+        if len(built) != len(pairs):
+            counted = Counter(key for key, _ in pairs)
+            twice = next(key for key, times in counted.items() if times > 1)
+            raise ProtocolError(f"The key {twice[:64]} stands twice.", field=twice[:64])
+        return built
+
+    def _look_into(self, key: str, value: Any) -> None:
+        # msgpack decodes ext type -1 by itself, past ext_hook.
+        open_lists = [value]
+        while open_lists:
+            item = open_lists.pop()
+            if type(item) is msgpack.Timestamp:
+                _refuse_ext(-1, b"", key)
+            # A prompt may be millions of ids: only the kinds of items are looked at one by one.
+            if set(map(type, item)) & _LOOKED_INTO:
+                inner = [one for one in item if type(one) in _LOOKED_INTO]
+                self._count(len(inner))
+                open_lists.extend(inner)
+
+    def _count(self, containers: int) -> None:
+        self.left -= containers
+        if self.left < 0:
+            raise ProtocolError("Too many maps and lists in one message.", field="body")
 
 
 def _refuse_ext(code: int, _data: bytes, key: str = "ext") -> Any:

@@ -6,8 +6,6 @@ import secrets
 import shutil
 import tempfile
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,10 +22,12 @@ from mtplx.cli.ops import print_map
 from mtplx.cli.options import load_settings, settings_options
 from mtplx.cli.pull import pull_model
 from mtplx.cli.run import tokens_per_s
-from mtplx.cli.serve import TURN_S, Service, absolute_model
+from mtplx.cli.serve import Service, absolute_model
+from mtplx.cli.signals import Signals
 from mtplx.cli.spans import Span, read_spans, tree_of
 from mtplx.client import Client, Stream
-from mtplx.errors import Exit, MtplxError
+from mtplx.errors import Exit, MtplxError, SettingsError
+from mtplx.paths import check_ipc_path
 from mtplx.settings import Settings
 from mtplx.stream import Result
 
@@ -72,6 +72,10 @@ class Producer:
         except MtplxError as error:
             self.error = error
             self.state = f"failed: {error}"
+        finally:
+            # Anything else ends the thread with its traceback, and must not look like a job under way.
+            if self.result is None and self.error is None:
+                self.state = "failed by a fault of the demo itself"
 
 
 @click.command()
@@ -88,23 +92,41 @@ def demo(context: click.Context, /, **flags: Any) -> None:
         code = pull_model(settings.model, settings)
         if code:
             context.exit(code)
-    # Short: a socket's path has few bytes, and macOS's own temporary folder takes half of them.
+    with Signals() as signals:
+        folder = private_temp()
+        try:
+            context.exit(run_demo(settings, folder, console, signals))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def private_temp() -> Path:
+    """A new folder of our own, in /tmp where the usual temporary folder is too long for a socket's path."""
     folder = Path(tempfile.mkdtemp(prefix="mtplx-demo-"))
     try:
-        context.exit(run_demo(settings, folder, console))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        check_ipc_path(str(folder / "front.sock"))
+    except SettingsError:
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix="mtplx-demo-", dir="/tmp"))
+    return folder
 
 
-def run_demo(settings: Settings, folder: Path, console: Console, **commands: Any) -> int:
+def run_demo(settings: Settings, folder: Path, console: Console, signals: Signals, **commands: Any) -> int:
     """Run it all in *folder*, which is private; the exit code. Prints what was found wrong."""
     trace_file = folder / "spans.jsonl"
     settings = replace(absolute_model(settings), run_dir=folder, front="", back="", trace_file=trace_file)
     producers = [Producer(name, job, settings) for name, job in PRODUCERS.items()]
-    with Service(settings, say=console.print, **commands) as service:
-        if not _until(service, lambda: service.ready, START_LIMIT_S):
+    with Service(settings, say=console.print, pause=signals.pause, **commands) as service:
+        signals.again = service.hurry
+        started = service.turn_until(lambda: service.ready or signals.count > 0, START_LIMIT_S)
+        if not started:
             return _failed(console, service, "The worker did not become ready.")
-        _produce(service, producers, console)
+        ended = signals.count > 0 or _produce(service, producers, console, signals)
+        if signals.count:
+            console.print("Interrupted.")
+            return 128 + signals.last
+        if not ended:
+            return _failed(console, service, "Not all jobs have ended.")
         service.turn()
         health = service.health
     roots = read_spans(trace_file) if trace_file.exists() else []
@@ -139,23 +161,13 @@ def faults(producers: list[Producer], roots: list[Span]) -> list[str]:
     return found
 
 
-def _until(service: Service, holds: Callable[[], bool], limit_s: float) -> bool:
-    ends = time.monotonic() + limit_s
-    pause = threading.Event()
-    while not holds():
-        if service.exit_code is not None or time.monotonic() >= ends:
-            return False
-        service.turn()
-        pause.wait(TURN_S)
-    return True
-
-
 def _failed(console: Console, service: Service, what: str) -> int:
     console.print(what)
     return service.exit_code or int(Exit.FAILED)
 
 
-def _produce(service: Service, producers: list[Producer], console: Console) -> None:
+def _produce(service: Service, producers: list[Producer], console: Console, signals: Signals) -> bool:
+    """Let the producers work; True once all have ended, or a signal came."""
     threads = [threading.Thread(target=one.work, name=one.name, daemon=True) for one in producers]
     for thread in threads:
         thread.start()
@@ -167,9 +179,9 @@ def _produce(service: Service, producers: list[Producer], console: Console) -> N
                 live.update(Group(*(_panel(one) for one in producers)), refresh=True)
             else:
                 _print_changes(console, producers, shown)
-            return not any(thread.is_alive() for thread in threads)
+            return signals.count > 0 or not any(thread.is_alive() for thread in threads)
 
-        _until(service, all_done, JOBS_LIMIT_S)
+        return service.turn_until(all_done, JOBS_LIMIT_S)
 
 
 def _panel(one: Producer) -> Panel:

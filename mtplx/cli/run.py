@@ -11,6 +11,7 @@ import click
 
 from mtplx.cli.options import CONNECTION, connection_options, load_settings
 from mtplx.client import Client, Stream
+from mtplx.errors import MtplxError
 from mtplx.stream import Result
 
 INTERRUPTED: Final = 130
@@ -54,9 +55,9 @@ def run(context: click.Context, /, prompt: str, as_json: bool, stats: bool, **gi
     with Client(settings=settings) as client:
         stream = client.submit(**fields)
         result, code = _follow(stream, show=not as_json)
-    if as_json:
+    if as_json and result is not None:
         click.echo(json.dumps(result.to_map(), ensure_ascii=False))
-    if stats:
+    if stats and result is not None:
         click.echo(summary(result), err=True)
     context.exit(code)
 
@@ -91,18 +92,29 @@ def tokens_per_s(result: Result) -> float | None:
     return (len(result.ids) - 1) / decode_s if decode_s and len(result.ids) > 1 else None
 
 
-def _follow(stream: Stream, *, show: bool) -> tuple[Result, int]:
-    code = 0
+def _follow(stream: Stream, *, show: bool) -> tuple[Result | None, int]:
     try:
         for piece in stream:
             if show:
                 click.echo(piece.text, nl=False)
+        result = stream.result()
+        if show:
+            click.echo()
     except KeyboardInterrupt:
         stream.cancel()
-        code = INTERRUPTED
-    result = stream.result(LAST_WORD_S)
+        return _last_word(stream, show=show), INTERRUPTED
+    return result, 0
+
+
+def _last_word(stream: Stream, *, show: bool) -> Result | None:
+    """What is left of an interrupted job; None where no last word comes in time, or it is an error."""
+    try:
+        result = stream.result(LAST_WORD_S)
+    except (MtplxError, TimeoutError) as error:
+        why = f"no last word within {LAST_WORD_S:.0f} s" if isinstance(error, TimeoutError) else str(error)
+        click.echo(f"\ninterrupted: {why}", err=True)
+        return None
     if show:
         click.echo()
-    if code:
-        click.echo(f"{result.finish_reason} after {len(result.ids)} tokens", err=True)
-    return result, code
+    click.echo(f"{result.finish_reason} after {len(result.ids)} tokens", err=True)
+    return result

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Final, Self
 
 import click
 
 from mtplx.cli.options import load_settings, settings_options
+from mtplx.cli.signals import Signals
 from mtplx.client import Client
-from mtplx.errors import BrokerUnreachableError, Exit
+from mtplx.errors import BrokerUnreachableError, Exit, WireError
 from mtplx.settings import Settings
 
 TURN_S: Final = 0.2
@@ -26,6 +27,9 @@ TURN_S: Final = 0.2
 BROKER_GRACE_S: Final = 6.0
 WORKER_GRACE_S: Final = 6.0
 MAX_BACKOFF_S: Final = 30.0
+# A worker that ends this often in a row, without a job run to its end or a while in good health, is given up.
+MAX_DEATHS: Final = 6
+HEALTHY_S: Final = 300.0
 # A worker that ends with one of these would end so again.
 FINAL_CODES: Final = (Exit.SETTINGS, Exit.MODEL_FILES, Exit.LOCKED, Exit.WORKER_REFUSED)
 
@@ -50,6 +54,7 @@ class Service:
         broker: tuple[str, ...] = BROKER,
         worker: tuple[str, ...] = WORKER,
         clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self.settings = settings
         self.exit_code: int | None = None
@@ -57,16 +62,19 @@ class Service:
         self.health: dict[str, Any] = {}
         self._say = say
         self._clock = clock
+        self._pause = pause
         self._commands = {"broker": broker, "worker": worker}
         self._broker = self._spawn("broker")
         self._worker: Child | None = None
         self._client: Client | None = None
-        self._backoff_s = 1.0
+        self._deaths = 0
+        self._ready_at: float | None = None
+        self._completed = -1
         self._restart_at = 0.0
-        self._hurry = threading.Event()
+        self._hurry = False
 
     def turn(self) -> None:
-        """Look at both once; never waits longer than half a second."""
+        """Look at both once; waits for the broker's answer, for less than a second."""
         code = self._broker.poll()
         if code is not None:
             self.ready = False
@@ -78,22 +86,32 @@ class Service:
         if self._client is not None:
             self._watch_worker()
 
+    def turn_until(self, holds: Callable[[], bool], limit_s: float = math.inf) -> bool:
+        """Take turns until *holds*; False where the limit passes, or the service cannot go on."""
+        ends = self._clock() + limit_s
+        while not holds():
+            if self.exit_code is not None or self._clock() >= ends:
+                return False
+            self.turn()
+            self._pause(TURN_S)
+        return True
+
     def stop(self) -> None:
         """Drain the broker, then end the worker; each is killed where it exceeds its limit."""
         self.ready = False
         if self._client is not None:
             self._client.close()
             self._client = None
-        _end(self._broker, self.settings.drain_s + BROKER_GRACE_S, self._hurry)
+        _end(self._broker, self.settings.drain_s + BROKER_GRACE_S, lambda: self._hurry)
         if self._worker is not None:
-            _end(self._worker, WORKER_GRACE_S, self._hurry)
+            _end(self._worker, WORKER_GRACE_S, lambda: self._hurry)
         for child in (self._broker, self._worker):
             if child is not None and child.stdin is not None:
                 child.stdin.close()
 
     def hurry(self) -> None:
         """End a running `stop` early; safe in a signal handler."""
-        self._hurry.set()
+        self._hurry = True
 
     def __enter__(self) -> Self:
         return self
@@ -128,16 +146,41 @@ class Service:
             self.exit_code = code
             self._say(f"The worker cannot run ({_ending(code)}); stopping.")
             return
-        self._say(f"The worker ended ({_ending(code)}); starting it again in {self._backoff_s:.0f} s.")
-        self._restart_at = self._clock() + self._backoff_s
-        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+        if self._did_well():
+            self._deaths = 0
+        self._ready_at = None
+        self._deaths += 1
+        if self._deaths >= MAX_DEATHS:
+            self.exit_code = int(Exit.INTERNAL)
+            self._say(
+                f"The worker ended {self._deaths} times in a row ({_ending(code)}); its log says why. Stopping."
+            )
+            return
+        backoff_s = min(2.0 ** (self._deaths - 1), MAX_BACKOFF_S)
+        self._say(f"The worker ended ({_ending(code)}); starting it again in {backoff_s:.0f} s.")
+        self._restart_at = self._clock() + backoff_s
+
+    def _did_well(self) -> bool:
+        """Whether the worker that just ended was of use: only then is its end no part of a series."""
+        before, self._completed = self._completed, self._last_completed()
+        healthy = self._ready_at is not None and self._clock() - self._ready_at >= HEALTHY_S
+        return healthy or self._completed > before
+
+    def _last_completed(self) -> int:
+        """Place in the order of admission of the last job that ran to its end, or what was known before."""
+        try:
+            jobs = self._client.status(jobs=True)["jobs"] if self._client is not None else []
+        except (BrokerUnreachableError, WireError):
+            return self._completed
+        ended = (int(job["admit_seq"]) for job in jobs if job.get("outcome") in ("stop", "length"))
+        return max(self._completed, *ended, -1)
 
     def _ask_health(self) -> None:
         try:
             if self._client is None:
                 self._client = self._connected()
             self.health = self._client.health()
-        except BrokerUnreachableError:
+        except (BrokerUnreachableError, WireError):
             return
         self._judge(self.health["worker"])
 
@@ -167,7 +210,7 @@ class Service:
                 child.kill()
         elif worker.get("pid") == child.pid and not self.ready:
             self.ready = True
-            self._backoff_s = 1.0
+            self._ready_at = self._clock()
             self._say(f"The worker is ready with {worker['model']} (pid {child.pid}).")
 
 
@@ -175,8 +218,8 @@ def _ending(code: int) -> str:
     return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
 
-def _end(child: Child, limit_s: float, hurry: threading.Event) -> None:
-    """Ask by SIGTERM; by a second one when *hurry* is set; kill at the limit."""
+def _end(child: Child, limit_s: float, hurry: Callable[[], bool]) -> None:
+    """Ask by SIGTERM; by a second one when *hurry* says so; kill at the limit."""
     if child.poll() is None:
         child.terminate()
     ends, asked_again = time.monotonic() + limit_s, False
@@ -184,7 +227,7 @@ def _end(child: Child, limit_s: float, hurry: threading.Event) -> None:
         # First: of two signals at once the second may be lost.
         with suppress(subprocess.TimeoutExpired):
             child.wait(TURN_S)
-        if hurry.is_set() and not asked_again:
+        if hurry() and not asked_again:
             child.terminate()
             asked_again = True
         if time.monotonic() >= ends:
@@ -199,19 +242,12 @@ def absolute_model(settings: Settings) -> Settings:
 
 def serve_until_told(settings: Settings, say: Callable[[str], None], **commands: Any) -> int:
     """Run both programs until a signal or a failure; the exit code."""
-    told = threading.Event()
-    with Service(absolute_model(settings), say=say, **commands) as service:
-
-        def on_signal(_number: int, _frame: FrameType | None) -> None:
-            if told.is_set():
-                service.hurry()
-            told.set()
-
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, on_signal)
-        while not told.is_set() and service.exit_code is None:
-            service.turn()
-            told.wait(TURN_S)
+    with (
+        Signals() as signals,
+        Service(absolute_model(settings), say=say, pause=signals.pause, **commands) as service,
+    ):
+        signals.again = service.hurry
+        service.turn_until(lambda: signals.count > 0)
         if service.exit_code is None:
             say("Stopping: the running job may end. Once more to hurry.")
     return service.exit_code or 0

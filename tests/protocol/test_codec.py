@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import time
 
 import msgpack
 import pytest
@@ -214,3 +215,27 @@ def test_a_timestamp_is_found_among_many_items(items):
         with pytest.raises(ProtocolError) as caught:
             wire.unpack_body(body, 1 << 20)
         assert caught.value.field == "token_ids"
+
+
+def test_a_key_that_stands_twice_is_found_in_one_pass_however_late() -> None:
+    """160,000 keys once took minutes; now the time grows with their number alone."""
+    pairs = b"".join(msgpack.packb(f"k{n:06d}") + b"\x01" for n in range(160_000))
+    body = b"\xdf" + (160_001).to_bytes(4, "big") + pairs + msgpack.packb("k159999") + b"\x02"
+
+    began = time.process_time()
+    with pytest.raises(ProtocolError, match="twice") as caught:
+        wire.unpack_body(body, wire.MAX_FRAME_BYTES)
+
+    assert caught.value.field == "k159999"
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("inner", [{}, []], ids=["maps", "lists"])
+def test_a_job_of_a_million_containers_is_refused_by_name_without_looking_at_them_all(inner: object) -> None:
+    body = msgpack.packb({"messages": [inner] * 1_000_000})
+
+    began = time.process_time()
+    with pytest.raises(ProtocolError, match="Too many"):
+        wire.unpack_body(body, wire.MAX_FRAME_BYTES)
+
+    assert time.process_time() - began < 5

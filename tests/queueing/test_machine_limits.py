@@ -361,3 +361,17 @@ def test_the_moves_that_are_not_in_the_table_raise():
                 with pytest.raises(IllegalMoveError):
                     advance(phase, move)
     assert MOVES[Phase.ENDED] == {}
+
+
+def test_unread_health_reports_count_by_their_size():
+    """Thousands of unread job lists once took gigabytes: a flooder is told by what it makes the broker hold."""
+    rig = Rig(queue_jobs=300)
+    for number in range(300):
+        rig.submit(number)
+    rig.deaf.add(b"s")
+    for _ in range(200):
+        rig.say(b"s", m.Status(jobs=True))
+    rig.turn()
+    assert rig.status()["counters"]["flooders_dropped"] >= 1
+    held = sum(len(client.queue) for client in rig.jobs.outboxes.clients.values())
+    assert held < 150

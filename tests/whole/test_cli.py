@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from whole.fake_broker import WORDS, FakeBroker, chunks, done
 from whole.harness import service
 
-from mtplx.cli import demo, pull, serve
+from mtplx.cli import demo, pull, run, serve
 from mtplx.cli.main import main
 from mtplx.cli.options import load_settings
 from mtplx.cli.spans import read_spans
@@ -31,12 +31,6 @@ def _own_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "config.toml").touch()
     monkeypatch.setenv("MTPLX_CONFIG", str(tmp_path / "config.toml"))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-
-
-@pytest.fixture
-def broker(tmp_path: Path) -> Iterator[FakeBroker]:
-    with FakeBroker(f"ipc://{tmp_path}/front.sock") as broker:
-        yield broker
 
 
 def mtplx(*arguments: str, stdin: str | None = None) -> Result:
@@ -90,6 +84,32 @@ def test_ctrl_c_cancels_the_job_and_prints_its_last_word(
     said = mtplx("run", "--front", broker.endpoint, "Hi")
     assert (said.exit_code, said.stdout) == (130, "The sky \n")
     assert "cancelled after 2 tokens" in said.stderr
+
+
+@pytest.mark.parametrize("words", ["none", "error"])
+def test_ctrl_c_without_a_last_word_in_time_is_no_traceback(
+    broker: FakeBroker, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    lost = [Error(code="E_WORKER_LOST", message="The worker died.", retryable=True)] if words == "error" else []
+    broker.reply = lambda it, submit: [it.admit(submit), *chunks(submit.id)[:1]]
+    replies = broker._replies
+    broker._replies = lambda message: (
+        [replace(one, id=message.id) for one in lost] if isinstance(message, Cancel) else replies(message)
+    )
+    echo = click.echo
+
+    def interrupt(text: str = "", **options: bool) -> None:
+        echo(text, **options)
+        if text == WORDS[0]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(click, "echo", interrupt)
+    monkeypatch.setattr(run, "LAST_WORD_S", 0.1 if not lost else 10.0)
+    said = mtplx("run", "--front", broker.endpoint, "Hi")
+    assert said.exit_code == 130
+    assert ("The worker died" if lost else "no last word") in said.stderr
+    assert "Traceback" not in said.output
+    broker.wait_for(Cancel)
 
 
 def test_a_failing_job_is_one_sentence_and_exit_code_1(broker: FakeBroker) -> None:

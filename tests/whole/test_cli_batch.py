@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from whole.fake_broker import WORDS, FakeBroker, answer
+from whole.fake_broker import WORDS, FakeBroker, answer, chunks, done
 from whole.harness import service
 
 from mtplx.cli.batch import Batch, read_item
@@ -25,12 +25,6 @@ def _own_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MTPLX_CONFIG", str(tmp_path / "config.toml"))
 
 
-@pytest.fixture
-def broker(tmp_path: Path) -> Iterator[FakeBroker]:
-    with FakeBroker(f"ipc://{tmp_path}/front.sock") as broker:
-        yield broker
-
-
 class Files:
     def __init__(self, folder: Path) -> None:
         self.jobs, self.results = folder / "jobs.jsonl", folder / "results.jsonl"
@@ -38,8 +32,10 @@ class Files:
     def write(self, *jobs: object) -> None:
         self.jobs.write_text("".join(f"{job if isinstance(job, str) else json.dumps(job)}\n" for job in jobs))
 
-    def run(self, front: str) -> Result:
-        return CliRunner().invoke(main, ["batch", str(self.jobs), "-o", str(self.results), "--front", front])
+    def run(self, front: str, *flags: str) -> Result:
+        return CliRunner().invoke(
+            main, ["batch", str(self.jobs), "-o", str(self.results), "--front", front, *flags]
+        )
 
     def read(self) -> list[dict]:
         return [json.loads(line) for line in self.results.read_text().splitlines()]
@@ -165,3 +161,121 @@ def test_a_batch_larger_than_the_brokers_line_is_done_in_order(files: Files) -> 
         said = files.run(running.front)
     assert said.exit_code == 0, said.output
     assert [one["line"] for one in files.read()] == list(range(1, 61))
+
+
+@pytest.mark.parametrize(
+    ("line", "field"),
+    [
+        ('{"prompt": "x", "stop": [5]}', "stop[0]"),
+        ('{"prompt": "x", "temperature": "x"}', "temperature"),
+        ('{"prompt": "x", "temperature": Infinity}', "temperature"),
+        ('{"prompt": "x", "top_p": NaN}', "top_p"),
+        ('{"prompt": "x", "max_tokens": true}', "max_tokens"),
+        ('{"prompt": "x", "logit_bias": null}', "logit_bias"),
+        ('{"prompt": "x", "logit_bias": {"5": NaN}}', "logit_bias[5]"),
+        ('{"prompt": "x", "json_schema": {}}', "json_schema"),
+        ('{"prompt": "\\ud800"}', "prompt"),
+        ('{"prompt": "x", "\\ud800": 1}', "\\ud800"),
+        ('{"prompt": ' + 10_000 * "[" + 10_000 * "]" + "}", None),
+        ('["prompt"]', "body"),
+        ("5", "body"),
+    ],
+)
+def test_a_line_that_is_no_job_is_one_refusal_with_its_field_and_sends_nothing(
+    broker: FakeBroker, files: Files, line: str, field: str | None
+) -> None:
+    files.write(line, {"prompt": "good"})
+    assert files.run(broker.endpoint).exit_code == 1
+    bad, good = files.read()
+    assert bad["error"]["code"] == "E_BAD_JOB"
+    assert field is None or bad["error"]["field"] == field
+    assert good["result"]["text"] == TEXT
+    assert len(broker.of(Submit)) == 1
+    assert "2 were done before" in files.run(broker.endpoint).stderr
+
+
+def test_a_name_that_is_half_a_character_comes_back_as_it_was(broker: FakeBroker, files: Files) -> None:
+    files.write('{"id": "\\ud800", "prompt": "one"}', {"id": "ß", "prompt": "two"})
+    assert files.run(broker.endpoint).exit_code == 0
+    assert [one["id"] for one in files.read()] == ["\ud800", "ß"]
+    assert "ß".encode() in files.results.read_bytes()
+
+
+def test_a_job_that_was_cancelled_from_outside_is_no_success(broker: FakeBroker, files: Files) -> None:
+    broker.reply = lambda it, submit: [
+        it.admit(submit),
+        *chunks(submit.id)[:2],
+        done(submit.id, WORDS[:2], outcome="cancelled"),
+    ]
+    files.write({"id": "a", "prompt": "one"})
+    said = files.run(broker.endpoint)
+    assert (said.exit_code, "1 failed" in said.stderr) == (1, True)
+    (told,) = files.read()
+    assert "result" not in told
+    assert told["error"]["code"] == "cancelled"
+    assert told["error"]["detail"] == {"tokens": 2, "text": "The sky "}
+    assert len(broker.of(Submit)) == 1
+
+
+def spoil(broker: FakeBroker, files: Files) -> None:
+    """Six lines, the second, third and fifth failed, the sixth not yet run."""
+    good = [{"prompt": f"job {n}"} for n in range(6)]
+    files.write(*good)
+    broker.reply = lambda it, submit: (
+        failing("E_WORKER_LOST", 1)(it, submit)
+        if any(name in submit.job for name in (b"job 1", b"job 2", b"job 4"))
+        else answer(it, submit)
+    )
+    files.run(broker.endpoint)
+    files.results.write_bytes(b"".join(files.results.read_bytes().splitlines(keepends=True)[:5]))
+    assert ["error" in one for one in files.read()] == [False, True, True, False, True]
+    broker.heard.clear()
+
+
+def test_failed_jobs_stay_as_they_are_unless_they_are_to_be_tried_again(broker: FakeBroker, files: Files) -> None:
+    spoil(broker, files)
+    before = files.read()
+    broker.reply = answer
+    said = files.run(broker.endpoint)
+    assert (said.exit_code, "--retry-failed" in said.stderr) == (1, True)
+    assert files.read()[:5] == before
+    assert len(broker.of(Submit)) == 1
+
+    said = files.run(broker.endpoint, "--retry-failed")
+    assert (said.exit_code, "6 jobs, 0 failed, 3 were done before" in said.stderr) == (0, True)
+    after = files.read()
+    assert [one["line"] for one in after] == [1, 2, 3, 4, 5, 6]
+    assert all(one["result"]["text"] == TEXT for one in after)
+    assert [after[0], after[3]] == [before[0], before[3]]
+    assert len(broker.of(Submit)) == 4
+    assert sorted(path.name for path in files.results.parent.glob("results*")) == ["results.jsonl"]
+    assert "6 were done before" in files.run("ipc:///nowhere.sock", "--retry-failed").stderr
+
+
+def test_a_retry_goes_on_with_what_was_never_run(broker: FakeBroker, files: Files) -> None:
+    spoil(broker, files)
+    broker.reply = answer
+    assert files.run(broker.endpoint, "--retry-failed").exit_code == 0
+    assert [one["line"] for one in files.read()] == [1, 2, 3, 4, 5, 6]
+    assert len(broker.of(Submit)) == 4
+
+
+def test_a_retry_that_is_stopped_keeps_every_result(
+    broker: FakeBroker, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(broker, files)
+    before = files.read()
+    broker.reply = answer
+    results = Batch.results
+
+    def stopped(self: Batch) -> Iterator[dict]:
+        yield next(results(self))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Batch, "results", stopped)
+    assert files.run(broker.endpoint, "--retry-failed").exit_code == 130
+    after = files.read()
+    assert "result" in after[1]
+    assert [after[0], *after[2:]] == [before[0], *before[2:]]
+    monkeypatch.setattr(Batch, "results", results)
+    assert files.run(broker.endpoint, "--retry-failed").exit_code == 0

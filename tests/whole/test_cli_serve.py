@@ -7,19 +7,21 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tools import need_library
 
 from mtplx.cli.demo import run_demo
-from mtplx.cli.serve import TURN_S, Service, absolute_model
+from mtplx.cli.serve import HEALTHY_S, MAX_DEATHS, Service, absolute_model
+from mtplx.cli.signals import Signals
 from mtplx.client import Client
 from mtplx.errors import JobError
 from mtplx.settings import Settings
+from mtplx.testing import ManualClock
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 40.0
@@ -49,11 +51,12 @@ def service(settings: Settings, worker: tuple[str, ...]) -> Iterator[tuple[Servi
 
 
 def turn_until(running: Service, holds: Callable[[], bool]) -> None:
-    ends, pause = time.monotonic() + LIMIT_S, threading.Event()
-    while not holds():
-        assert time.monotonic() < ends, "it did not come to pass"
-        running.turn()
-        pause.wait(TURN_S / 4)
+    assert running.turn_until(holds, LIMIT_S), "it did not come to pass"
+
+
+def exit_code_of(running: Service) -> int | None:
+    assert not running.turn_until(lambda: False, LIMIT_S)
+    return running.exit_code
 
 
 def test_it_says_when_the_broker_is_bound_and_when_the_worker_is_ready(settings: Settings) -> None:
@@ -94,8 +97,7 @@ def test_a_stalled_worker_is_killed_and_started_again(settings: Settings) -> Non
 @pytest.mark.parametrize("code", [2, 3, 5])
 def test_a_worker_that_cannot_run_ends_the_service_with_its_code(settings: Settings, code: int) -> None:
     with service(settings, (sys.executable, "-c", f"raise SystemExit({code})")) as (running, said):
-        turn_until(running, lambda: running.exit_code is not None)
-    assert running.exit_code == code
+        assert exit_code_of(running) == code
     assert any("cannot run" in line for line in said)
 
 
@@ -103,8 +105,7 @@ def test_a_second_service_on_the_same_folder_ends_with_exit_code_4(settings: Set
     with service(settings, scripted(settings)) as (first, _):
         turn_until(first, lambda: first.ready)
         with service(settings, scripted(settings)) as (second, said):
-            turn_until(second, lambda: second.exit_code is not None)
-        assert second.exit_code == 4
+            assert exit_code_of(second) == 4
         assert not any("takes jobs" in line for line in said)
 
 
@@ -112,8 +113,7 @@ def test_a_broker_that_dies_ends_the_service(settings: Settings) -> None:
     with service(settings, scripted(settings)) as (running, said):
         turn_until(running, lambda: running.ready)
         running._broker.kill()
-        turn_until(running, lambda: running.exit_code is not None)
-    assert running.exit_code == 70
+        assert exit_code_of(running) == 70
     assert "The broker ended by itself (SIGKILL); stopping." in said
 
 
@@ -176,12 +176,126 @@ def test_a_local_model_is_named_from_the_root(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_demo_checks_itself_and_shows_everything(settings: Settings, tmp_path: Path) -> None:
-    pytest.importorskip("opentelemetry.sdk")
+    need_library("opentelemetry.sdk")
     console = Console(record=True, width=110, force_terminal=False, quiet=False)
     folder = tmp_path / "demo"
     folder.mkdir(mode=0o700)
     worker = scripted(Settings(run_dir=folder), "--tokens", "12", "--token-s", "0.01")
-    assert run_demo(settings, folder, console, worker=worker) == 0
+    with Signals() as signals:
+        assert run_demo(settings, folder, console, signals, worker=worker) == 0
     shown = console.export_text()
     for part in ("amber asked", "FIRST TOKEN", "process mtplx.jobs", "chat scripted", "All checks passed"):
         assert part in shown
+
+
+def demo_of(settings: Settings, folder: Path, worker: tuple[str, ...], signals: Signals) -> tuple[int, str]:
+    console = Console(record=True, width=110, force_terminal=False)
+    folder.mkdir(mode=0o700)
+    return run_demo(settings, folder, console, signals, worker=worker), console.export_text()
+
+
+def test_a_demo_whose_worker_cannot_run_ends_with_its_code(settings: Settings, tmp_path: Path) -> None:
+    with Signals() as signals:
+        code, shown = demo_of(settings, tmp_path / "d", (sys.executable, "-c", "raise SystemExit(3)"), signals)
+    assert code == 3
+    assert "did not become ready" in shown
+
+
+def test_a_demo_whose_worker_ends_for_good_while_jobs_run_ends_with_its_code(
+    settings: Settings, tmp_path: Path
+) -> None:
+    # Its second start is refused, as that of a worker whose model is gone.
+    once = (
+        "import os, sys\n"
+        "if os.path.exists(sys.argv[1]): sys.exit(3)\n"
+        "open(sys.argv[1], 'w').close()\n"
+        "os.execv(sys.executable, [sys.executable, '-P', '-m', 'mtplx.testing', *sys.argv[2:]])"
+    )
+    folder = tmp_path / "d"
+    flags = scripted(Settings(run_dir=folder), "--tokens", "12", "--fault", "exit", "--fault-after", "3")[4:]
+    with Signals() as signals:
+        worker = (sys.executable, "-c", once, str(tmp_path / "started"), *flags)
+        code, shown = demo_of(settings, folder, worker, signals)
+    assert code == 3
+    assert "Not all jobs have ended" in shown
+
+
+def test_a_demo_that_is_told_to_stop_removes_its_folder(tmp_path: Path) -> None:
+    script = (
+        "import sys, mtplx.cli.demo as demo\n"
+        "def run(settings, folder, console, signals):\n"
+        "    print(folder, flush=True)\n"
+        "    while not signals.count: signals.pause(60)\n"
+        "    return 128 + signals.last\n"
+        "demo.run_demo = run\n"
+        "demo.demo(['--model', '/nowhere'])"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip())
+        assert folder.is_dir()
+        process.terminate()
+        assert process.wait(LIMIT_S) == 128 + signal.SIGTERM
+    assert not folder.exists()
+
+
+class Dead:
+    """A child that ended as soon as it was looked at."""
+
+    pid, stdin, returncode = 1, None, 1
+
+    def poll(self) -> int:
+        return 1
+
+
+class Storm(Service):
+    """A service whose broker is well and whose workers all die; what the broker says of jobs is given."""
+
+    def __init__(self, clock: ManualClock, said: list[str]) -> None:
+        self.jobs: list[dict] = []
+        self.spawned: list[float] = []
+        self.clock = clock
+        super().__init__(Settings(), say=said.append, clock=clock.monotonic, pause=clock.advance)
+        self._broker.poll = lambda: None
+        self._client = self
+
+    def _spawn(self, name: str) -> Dead:
+        if name == "worker":
+            self.spawned.append(self.clock.seconds)
+        return Dead()
+
+    def _ask_health(self) -> None:
+        pass
+
+    def status(self, *, jobs: bool) -> dict:
+        return {"jobs": self.jobs}
+
+
+def test_a_worker_that_dies_again_and_again_is_started_ever_later_and_then_given_up() -> None:
+    clock, said = ManualClock(), []
+    storm = Storm(clock, said)
+    # Ready for a moment, each time: that alone is no sign of health.
+    storm._ready_at = 0.0
+    assert not storm.turn_until(lambda: False, 1000.0)
+    assert storm.exit_code == 70
+    assert "6 times in a row" in said[-1]
+    assert [line.split("again in ")[1] for line in said[:-1]] == ["1 s.", "2 s.", "4 s.", "8 s.", "16 s."]
+    assert len(storm.spawned) == MAX_DEATHS
+    gaps = [after - before for before, after in pairwise(storm.spawned)]
+    assert gaps == pytest.approx([1, 2, 4, 8, 16], abs=0.5)
+
+
+def test_a_job_run_to_its_end_or_a_while_in_good_health_ends_the_series() -> None:
+    clock, said = ManualClock(), []
+    storm = Storm(clock, said)
+    for number in range(3 * MAX_DEATHS):
+        storm.jobs = [{"admit_seq": number // 2, "outcome": "stop"}, {"admit_seq": 99, "outcome": "worker_lost"}]
+        deaths = len(said)
+        assert storm.turn_until(lambda deaths=deaths: len(said) > deaths, 100.0)
+    assert storm.exit_code is None
+    for _ in range(2 * MAX_DEATHS):
+        deaths = len(said)
+        storm._ready_at = clock.seconds
+        clock.advance(HEALTHY_S)
+        assert storm.turn_until(lambda deaths=deaths: len(said) > deaths, 100.0)
+    assert said[-1].endswith("again in 1 s.")

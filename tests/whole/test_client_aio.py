@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,6 @@ from mtplx import AsyncClient, BadJobError, BrokerUnreachableError, BusyError, J
 from mtplx.messages import Bye, Cancel, Error, GiveCredit
 
 TEXT = "".join(WORDS)
-
-
-@pytest.fixture
-def broker(tmp_path: Path) -> Iterator[FakeBroker]:
-    with FakeBroker(f"ipc://{tmp_path}/front.sock") as broker:
-        yield broker
 
 
 def test_many_jobs_at_once_come_back_whole(broker: FakeBroker) -> None:
@@ -111,5 +104,48 @@ def test_a_dropped_client_warns(broker: FakeBroker) -> None:
         await clients[0].connect()
         with pytest.warns(ResourceWarning, match="dropped unclosed"):
             clients.clear()
+
+    asyncio.run(main())
+
+
+def test_one_task_that_gives_up_its_first_request_does_not_end_that_of_another(endpoint: str) -> None:
+    async def main() -> None:
+        client = AsyncClient(endpoint)
+        first, second = (asyncio.create_task(client.health()) for _ in range(2))
+        # Both are under way: there is no broker yet.
+        await asyncio.wait([first, second], timeout=0.05)
+        first.cancel()
+        await asyncio.wait([first])
+        with FakeBroker(endpoint) as broker:
+            assert await second == broker.health
+            await client.close()
+
+    asyncio.run(main())
+
+
+def test_a_connection_that_failed_is_tried_anew_by_the_next_request(endpoint: str) -> None:
+    async def main() -> None:
+        client = AsyncClient(endpoint, timeout=0.1)
+        for _ in range(2):
+            with pytest.raises(BrokerUnreachableError, match="no such socket file"):
+                await client.connect()
+        client.timeout = 10
+        with FakeBroker(endpoint) as broker:
+            assert (await client.run("Hi")).text == TEXT
+            assert await client.health() == broker.health
+            await client.close()
+        with pytest.raises(BrokerUnreachableError, match="closed"):
+            await client.connect()
+
+    asyncio.run(main())
+
+
+def test_a_given_up_first_request_leaves_nothing_open(endpoint: str) -> None:
+    async def main() -> None:
+        client = AsyncClient(endpoint)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await client.health()
+        assert client._link is None
 
     asyncio.run(main())

@@ -6,6 +6,7 @@ import zmq
 from whole.harness import LAST_WORDS, check_stream, check_worker, rss_kib, service
 
 from mtplx import messages as m
+from mtplx import wire
 
 
 def test_fifty_producers_with_four_jobs_each_run_in_admission_order_and_lose_nothing():
@@ -162,3 +163,27 @@ def test_a_full_pipe_holds_up_only_its_own_reader_and_loses_nothing():
         for job in jobs:
             check_stream(silent, job)
         assert "flooders_dropped" not in quick.health()["counters"]
+
+
+def test_a_flood_of_jobs_that_are_dear_to_check_does_not_hold_up_the_stream():
+    """A turn has a time budget: forty megabytes of bad jobs in one turn once stopped a stream for half a minute."""
+    bad = wire.pack_body({"token_ids": [7] * 300_000, "stop": [5]})
+    with service() as broker:
+        broker.worker("--token-s", "0.01")
+        producer = broker.producer()
+        job = producer.submit(script={"tokens": 200})
+        producer.expect(m.Chunk, job)
+        with broker.producer() as flooder, broker.producer() as other:
+            other.ask(m.Ping(0), m.Pong)
+            for number in range(40):
+                flooder.say(m.Submit(number.to_bytes(16, "big"), bad))
+            flooder.expect(m.Error)
+            began = time.monotonic()
+            other.ask(m.Ping(1), m.Pong)
+            waited = time.monotonic() - began
+            for _ in range(39):
+                flooder.expect(m.Error)
+        producer.last_word(job)
+        assert waited < 3
+        assert isinstance(check_stream(producer, job), m.Done)
+        assert broker.answers().health()["worker"]["state"] == "ready"

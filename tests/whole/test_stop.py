@@ -101,3 +101,22 @@ def test_last_words_have_their_time_even_where_the_running_job_took_all_of_its_o
         assert deaf.last_word(hung).code == "E_DRAINING"
         assert slow.last_word(ended).code == "E_DRAINING"
         assert broker.broker.ended() == 0
+
+
+def test_an_orderly_stop_leaves_no_socket_files_behind():
+    with service() as broker:
+        assert (broker.run / "front.sock").is_socket()
+        stop(broker.broker)
+        assert sorted(path.name for path in broker.run.iterdir()) == ["back.sock.lock", "front.sock.lock"]
+
+
+def test_the_end_of_the_terminal_drains_like_any_other_stop():
+    with service() as broker:
+        worker = broker.worker("--token-s", "0.01")
+        producer = broker.producer()
+        job = producer.submit(script={"tokens": 30})
+        producer.expect(m.Chunk, job)
+        broker.broker.send(signal.SIGHUP)
+        assert producer.last_word(job).outcome == "stop"
+        assert broker.broker.ended() == 0
+        worker.close()
