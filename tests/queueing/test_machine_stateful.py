@@ -40,7 +40,7 @@ class Queue(RuleBasedStateMachine):
             orphan_s=6.0,
             dead_s=10.0,
             stall_s=20.0,
-            retain_s=1e9,
+            retain_s=3e7,
         )
         self.routes = [b"p0", b"p1", b"p2"]
         self.names = 3
