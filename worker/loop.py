@@ -23,8 +23,8 @@ from mtplx.job import Job
 from mtplx.settings import Settings
 from mtplx.sockets import worker_dealer
 from mtplx.wire import MAX_FRAME_BYTES, decode, encode, unpack_body
-from worker.job import Attempt, Chunk, Progress
-from worker.job import Final as JobFinal
+from worker.attempt import Attempt, Chunk, Progress
+from worker.attempt import Final as JobFinal
 from worker.pulse import Pulse, Vitals
 
 log = logging.getLogger("mtplx.worker")
