@@ -14,10 +14,12 @@ from broker.moves import Move, Phase
 from broker.record import Answer, Now, Piece, Record, Run
 from mtplx import messages as m
 from mtplx.errors import CODES, WireError
-from mtplx.job import ModelLimits
+from mtplx.job import MAX_INT, ModelLimits
 
 OF_A_JOB: Final = (m.WorkerChunk, m.Final, m.Fail)
 FINISH_REASONS: Final = ("stop", "length", "cancelled")
+# Rule 6 of docs/protocol.md: with these an ERROR answers a message and ends no job.
+NO_LAST_WORDS: Final = ("E_PROTOCOL", "E_TOO_LARGE", "E_CONFLICT")
 LOSSES: Final = {
     "exited": "ended or crashed",
     "silent": "fell silent",
@@ -199,6 +201,8 @@ class Back:
                 "start both with the same --scheduler-mode.",
                 detail={"broker": ours, "worker": message.mode[:32]},
             )
+        if message.vocabulary > MAX_INT or message.context > MAX_INT:
+            return words.coded("E_PROTOCOL", f"A model has at most {MAX_INT} ids and positions; READY tells more.")
         live = self.worker
         if live is not None and live.route != route and live.ready.worker_id != message.worker_id:
             return words.coded(
@@ -278,6 +282,7 @@ class Back:
             message.first == record.tokens
             and message.n == len(ids) > 0
             and max(ids) < (self.limits.vocabulary if self.limits else 0)
+            and (message.logprobs is None or len(message.logprobs) == len(ids))
         )
 
     def _final(self, record: Record, message: m.Final, now: Now) -> None:
@@ -295,7 +300,8 @@ class Back:
         self._jobs.end(record, words.done(record, message, self.worker.ready.model), now)
 
     def _fail(self, record: Record, message: m.Fail, now: Now) -> None:
-        code = message.code if message.code in CODES else "E_INTERNAL"
+        # A code that answers a faulty message would leave the producer waiting for the job's last word.
+        code = message.code if message.code in CODES and message.code not in NO_LAST_WORDS else "E_INTERNAL"
         last_word = m.Error(
             code, message.message, CODES[code].retryable, record.id, None, message.field, message.detail
         )

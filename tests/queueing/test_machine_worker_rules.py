@@ -5,6 +5,7 @@ from queueing.rig import OTHER_WORKER, WORKER, WORKER_ID, Rig, job_id
 
 from broker.moves import Phase
 from mtplx import messages as m
+from mtplx import wire
 from mtplx.errors import ProtocolError
 
 OTHER_ID = b"X" * 16
@@ -231,8 +232,16 @@ def test_a_worker_given_up_and_back_is_told_to_start_over_and_cannot_touch_its_o
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"first": 3}, {"first": 0}, {"n": 5}, {"ids": (2**32,)}, {"ids": (1000,)}, {"ids": (), "n": 0, "text": "x"}],
-    ids=["gap", "repeat", "count", "no uint32", "outside the vocabulary", "no token"],
+    [
+        {"first": 3},
+        {"first": 0},
+        {"n": 5},
+        {"ids": (2**32,)},
+        {"ids": (1000,)},
+        {"ids": (), "n": 0, "text": "x"},
+        {"logprobs": ()},
+    ],
+    ids=["gap", "repeat", "count", "no uint32", "outside the vocabulary", "no token", "too few log-probabilities"],
 )
 def test_a_chunk_that_does_not_follow_is_never_passed_on_and_costs_the_worker_its_place(wrong):
     rig = Rig()
@@ -394,3 +403,34 @@ def test_status_of_one_job_and_of_all_tells_states_and_never_the_text():
     assert (listed[2]["position"], listed[3]["outcome"], listed[3]["tokens"]) == (2, "stop", 1)
     assert rig.say(b"ops", m.Status(id=job_id(3)))[-1].status["position"] == 1
     assert rig.say(b"ops", m.Status(id=job_id(9)))[-1].code == "E_UNKNOWN_JOB"
+
+
+@pytest.mark.parametrize("code", ["E_PROTOCOL", "E_TOO_LARGE", "E_CONFLICT"])
+def test_a_failed_attempt_never_ends_with_a_code_that_ends_no_job(code):
+    rig = Rig()
+    rig.ready()
+    rig.submit(1)
+    rig.fail(code)
+    assert rig.last_word(1).code == "E_INTERNAL"
+
+
+@pytest.mark.parametrize("wrong", [{"vocabulary": 2**64 - 1}, {"context": 2**40}])
+def test_a_worker_whose_model_cannot_be_is_refused_before_any_job_meets_it(wrong):
+    rig = Rig()
+    rig.ready(**wrong)
+    assert rig.worker_heard[WORKER][-1].code == "E_PROTOCOL"
+    assert rig.status()["worker"]["state"] == "absent"
+
+
+@pytest.mark.parametrize(
+    "speculation",
+    [{"widths": {"9" * 5000: 1}}, {"rows_launched": 2**64 - 1, "rows_committed": 2**64 - 1}],
+)
+def test_figures_too_large_for_a_frame_neither_end_the_broker_nor_the_jobs_last_word(speculation):
+    rig = Rig()
+    rig.ready()
+    for number in (1, 2, 3):
+        rig.submit(number)
+        rig.final(speculation=speculation)
+        assert rig.last_word(number).outcome == "stop"
+    wire.encode(m.StatusReply(rig.status()))
