@@ -1,0 +1,381 @@
+"""What is reused of an earlier prompt, what never is, and what is forgotten first."""
+
+from __future__ import annotations
+
+import pytest
+from kv.rig import PAGE_BYTES, Rig, text
+
+from worker.kv import tree
+from worker.kv.pages import PAGE, Copy, Pages, PoolTooSmallError
+from worker.kv.prefix import Match, PrefixIndex
+
+EDGES = [0, 1, 31, 32, 33, 63, 64, 65]
+
+
+@pytest.fixture
+def rig():
+    """Twelve pages, of which the index may keep all."""
+    rig = Rig(12, 12)
+    yield rig
+    rig.check()
+    for run in list(rig.runs):
+        rig.end(run, store=False)
+    rig.clear()
+    rig.check()
+    assert rig.pages.free == rig.pages.count, "every page came back"
+
+
+@pytest.mark.parametrize("length", EDGES)
+def test_the_same_prompt_again_reads_only_its_last_id(rig, length):
+    prompt = text(1, length)
+    assert rig.answer(prompt).cached == 0
+    again = rig.answer(prompt)
+    assert again.cached == max(length - 1, 0)
+    assert again.exact
+    assert rig.index.pages_held == -(-length // PAGE)
+
+
+@pytest.mark.parametrize("length", EDGES)
+@pytest.mark.parametrize("more", [1, 31, 32, 33])
+def test_a_longer_prompt_reuses_all_of_a_shorter_one(rig, length, more):
+    rig.answer(text(1, length))
+    assert rig.answer(text(1, length) + text(2, more)).cached == length
+
+
+@pytest.mark.parametrize("length", EDGES[1:])
+@pytest.mark.parametrize("stored", [97, 128])
+def test_prompts_that_part_inside_a_page_share_up_to_that_id(rig, length, stored):
+    rig.answer(text(1, stored))
+    assert rig.answer(text(1, length) + text(2, 40)).cached == length
+    assert rig.answer(text(1, length) + text(3, 40)).cached == length
+
+
+@pytest.mark.parametrize("length", EDGES[1:])
+def test_full_pages_are_shared_and_a_page_filled_in_part_is_copied(rig, length):
+    rig.answer(text(1, length))
+    full, rest = divmod(length, PAGE)
+    run = rig.open([*text(1, length), 7], 10)
+    shared = [node.page for node in rig.index._nodes.values()][::-1]
+    assert run.sequence.table[:full] == shared[:full]
+    assert run.opened.copies == ((Copy(shared[full], run.sequence.table[full], rest),) if rest else ())
+
+
+def test_looking_holds_nothing_and_says_what_there_is(rig):
+    assert rig.index.lookup(text(1, 50), owner=b"", cache=True) == Match()
+    rig.answer(text(1, 50))
+    match = rig.index.lookup(text(1, 50), owner=b"", cache=True)
+    assert match == Match(pages=(0,), tail=1, tail_rows=17, exact_rows=49)
+    assert (match.length, match.exact) == (49, True)
+    assert match.without_tail() == Match(pages=(0,), exact_rows=32)
+
+
+# --- how rows were written
+
+
+@pytest.mark.parametrize("prompt", EDGES[1:])
+@pytest.mark.parametrize("drawn", [1, 31, 32, 33])
+def test_answer_rows_are_reused_only_by_a_job_that_asks_for_them(rig, prompt, drawn):
+    draws = text(2, drawn)
+    rig.answer(text(1, prompt), draws=draws)
+    follow = text(1, prompt) + draws + text(3, 5)
+    exact = rig.index.lookup(follow, owner=b"", cache=True)
+    assert (exact.length, exact.exact) == (prompt, True)
+    both = rig.index.lookup(follow, owner=b"", cache="answers")
+    assert (both.length, both.exact, both.exact_rows) == (prompt + drawn, False, prompt)
+
+
+def test_a_job_that_asks_for_answers_is_exact_where_it_meets_none(rig):
+    rig.answer(text(1, 40), draws=text(2, 40))
+    opened = rig.answer(text(1, 41), cache="answers")
+    assert (opened.cached, opened.exact) == (40, True)
+
+
+def test_prompt_rows_on_top_of_answer_rows_do_not_count_as_prompt_written(rig):
+    talk = text(1, 40) + text(2, 10)
+    rig.answer(text(1, 40), draws=text(2, 10))
+    rig.answer(talk + text(3, 40), cache="answers")
+    match = rig.index.lookup(talk + text(3, 40), owner=b"", cache=True)
+    assert (match.length, match.exact) == (40, True)
+    assert rig.index.lookup(talk + text(3, 40), owner=b"", cache="answers").length == 89
+
+
+def test_prompt_written_rows_take_the_place_of_answer_rows_of_the_same_ids(rig):
+    talk = text(1, 40) + text(2, 60)
+    rig.answer(text(1, 40), draws=text(2, 60))
+    held = rig.index.pages_held
+    rig.answer(talk)
+    assert rig.index.pages_held == held
+    assert rig.pages.free == rig.pages.count - held
+    again = rig.answer([*talk, 1])
+    assert (again.cached, again.exact) == (100, True)
+
+
+def test_answer_rows_never_take_the_place_of_prompt_written_ones(rig):
+    talk = text(1, 40) + text(2, 60)
+    rig.answer(talk)
+    rig.answer(text(1, 40), draws=text(2, 60))
+    again = rig.answer([*talk, 1])
+    assert (again.cached, again.exact) == (100, True)
+
+
+# --- what is never stored or found
+
+
+@pytest.mark.parametrize("cache", [True, "answers"])
+def test_a_job_that_opts_out_stores_and_reuses_nothing(rig, cache):
+    rig.answer(text(1, 70), cache=False, draws=[5])
+    assert rig.index.pages_held == 0
+    rig.answer(text(1, 70), cache=cache)
+    assert rig.answer(text(1, 70), cache=False).cached == 0
+    assert rig.index.figures.opened == 1
+
+
+def test_owners_never_share(rig):
+    rig.answer(text(1, 70), owner=b"a", draws=[5, 6])
+    for owner in (b"b", b"", b"a\0", b"aa"):
+        for cache in (True, "answers"):
+            assert rig.index.lookup(text(1, 70), owner=owner, cache=cache).length == 0
+    assert rig.answer(text(1, 70), owner=b"b").cached == 0
+    assert rig.answer(text(1, 70), owner=b"a").cached == 69
+    assert rig.index.pages_held == 6
+
+
+def test_a_page_is_known_by_its_place_and_not_by_its_ids_alone(rig):
+    page = text(1, 32)
+    rig.answer(page + page + page)
+    assert rig.answer([*page, 5]).cached == 32
+    assert rig.answer(text(2, 32) + page).cached == 0
+
+
+def test_a_hit_compares_the_ids_and_not_the_hash_alone(monkeypatch):
+    rig = Rig(12, 12)
+    monkeypatch.setattr(tree, "page_key", lambda _before, _owner, ids: bytes([len(ids)]))
+    first = rig.open(text(1, 70))
+    rig.read(first, 70)
+    assert rig.index.store(first.opened, first.ids, 70) == 32, "the second page has the key of the first"
+    assert rig.index.lookup(text(2, 70), owner=b"", cache=True).length == 0
+    assert rig.index.lookup(text(1, 70), owner=b"b", cache=True).length == 0
+    second = rig.open(text(2, 70), owner=b"b")
+    rig.read(second, 70)
+    assert rig.index.store(second.opened, second.ids, 70) == 0
+    assert rig.index.lookup(text(2, 70), owner=b"b", cache=True).length == 0
+
+
+def test_a_key_longer_than_the_rows_is_a_fault(rig):
+    run = rig.open(text(1, 40), 10)
+    rig.read(run, 32)
+    with pytest.raises(AssertionError, match="as many ids as rows"):
+        rig.index.store(run.opened, run.ids, 33)
+    rig.read(run, 8)
+    rig.start_step(run)
+    with pytest.raises(AssertionError, match="as many ids as rows"):
+        rig.index.store(run.opened, run.ids, 41)
+
+
+def test_a_sequence_is_not_stored_under_the_ids_of_another_job(rig):
+    run = rig.open(text(1, 40))
+    rig.read(run, 40)
+    with pytest.raises(AssertionError, match="another job"):
+        rig.index.store(run.opened, text(2, 40), 40)
+
+
+@pytest.mark.parametrize("length", EDGES[1:])
+def test_rows_of_a_step_that_failed_or_was_in_flight_are_never_found(rig, length):
+    run = rig.open(text(1, length), 60)
+    rig.read(run, length)
+    rig.draw(run, [1, 2, 3], kept=1)
+    rig.start_step(run, 16)
+    rig.end(run)
+    rig.check()
+    stored = [*text(1, length), 1]
+    assert rig.index.lookup([*stored, 2, 3, 4], owner=b"", cache="answers").length == length + 1
+    assert rig.index.lookup([*stored, 0, 0], owner=b"", cache="answers").length == length + 1
+
+
+# --- a sequence that goes on after it was stored
+
+
+@pytest.mark.parametrize("length", EDGES[1:])
+def test_a_running_sequence_can_be_stored_and_goes_on(rig, length):
+    run = rig.open(text(1, length), 40)
+    rig.read(run, length)
+    assert rig.store(run) == length
+    for one in range(20):
+        rig.draw(run, [one, 999], kept=1)
+        rig.check()
+    assert rig.store(run) == length + 20
+    rig.check()
+    follow = text(1, length) + list(range(20))
+    assert rig.index.lookup([*follow, 5], owner=b"", cache="answers").length == length + 20
+    assert rig.index.lookup([*text(1, length), 5], owner=b"", cache=True).length == length
+    assert rig.index.pages_held == -(-(length + 20) // PAGE), "the shorter form of a page is not kept beside it"
+
+
+@pytest.mark.parametrize("cut", [0, 1, 31, 32, 33, 63])
+def test_rows_taken_back_after_they_were_stored_stay_stored(rig, cut):
+    run = rig.open(text(1, 64), 40)
+    rig.read(run, 64)
+    rig.store(run)
+    assert rig.cut(run, cut)
+    rig.check()
+    rig.write(run, [0] * (64 - cut), prompt=False)
+    rig.check()
+    assert rig.index.lookup(text(1, 64), owner=b"", cache=True).length == 63
+
+
+def test_a_hit_can_be_rolled_back_like_any_sequence(rig):
+    rig.answer(text(1, 50))
+    run = rig.open(text(1, 50), 64)
+    rig.read(run, 1)
+    for kept in (0, 3, 16, 1, 0, 5):
+        rig.draw(run, list(range(16)), kept=kept)
+        rig.check()
+    assert run.sequence.length == 50 + 25
+
+
+def test_a_fork_of_a_hit_shares_the_stored_pages(rig):
+    rig.answer(text(1, 70))
+    run = rig.open(text(1, 70), 20)
+    rig.read(run, 1)
+    twin = rig.fork(run, 90)
+    rig.draw(twin, [1, 2, 3], kept=3)
+    rig.draw(run, [4, 5], kept=2)
+    rig.end(twin)
+    rig.end(run)
+    rig.check()
+    assert rig.index.lookup([*text(1, 70), 1, 2, 9], owner=b"", cache="answers").length == 72
+    assert rig.index.lookup([*text(1, 70), 4, 5, 9], owner=b"", cache="answers").length == 72
+
+
+# --- forgetting
+
+
+def test_the_page_used_longest_ago_is_forgotten_first():
+    rig = Rig(20, 4)
+    for seed in (1, 2):
+        rig.answer(text(seed, 64))
+    rig.answer(text(1, 64))
+    rig.answer(text(3, 64))
+    cached = {seed: rig.index.lookup(text(seed, 64), owner=b"", cache=True).length for seed in (1, 2, 3)}
+    assert cached == {1: 63, 2: 0, 3: 63}
+    assert rig.index.figures.evicted_pages == 2
+
+
+def test_leaves_are_forgotten_before_the_beginning_they_stand_on():
+    rig = Rig(20, 5)
+    for tail in (1, 2):
+        rig.answer(text(9, 64) + text(tail, 32))
+    rig.answer(text(8, 64))
+    assert rig.index.lookup(text(9, 65), owner=b"", cache=True).length == 64
+    assert rig.index.lookup(text(9, 64) + text(1, 33), owner=b"", cache=True).length == 64
+    assert rig.index.lookup(text(9, 64) + text(2, 33), owner=b"", cache=True).length == 96
+    rig.check()
+
+
+def test_a_sequence_above_the_limit_keeps_its_beginning():
+    rig = Rig(20, 3)
+    rig.answer(text(1, 40))
+    rig.answer(text(2, 200))
+    assert rig.index.lookup(text(2, 200), owner=b"", cache=True).length == 96
+    assert rig.index.bytes_held == 3 * PAGE_BYTES
+
+
+def test_a_limit_below_one_page_switches_the_index_off():
+    rig = Rig(20, 0)
+    rig.answer(text(1, 40))
+    assert rig.answer(text(1, 40)).cached == 0
+    assert rig.pages.free == 20
+
+
+def test_pages_that_a_running_sequence_holds_are_not_forgotten():
+    rig = Rig(20, 2)
+    rig.answer(text(1, 64))
+    run = rig.open(text(1, 65), 10)
+    rig.answer(text(2, 64))
+    assert rig.index.lookup(text(1, 65), owner=b"", cache=True).length == 64
+    assert rig.index.lookup(text(2, 64), owner=b"", cache=True).length == 0
+    rig.end(run, store=False)
+    rig.answer(text(2, 64))
+    assert rig.index.lookup(text(2, 64), owner=b"", cache=True).length == 63
+
+
+def test_stored_pages_make_room_for_a_job_that_needs_the_pool(rig):
+    for seed in range(6):
+        rig.answer(text(seed, 64))
+    assert (rig.pages.free, rig.index.room()) == (0, 12 * PAGE)
+    run = rig.open(text(5, 64), 10 * PAGE)
+    assert run.opened.cached == 32, "a copy of the second page would be one page too many"
+    assert len(run.sequence.table) == 12
+    rig.check()
+
+
+def test_a_job_as_large_as_the_pool_is_never_refused_for_what_is_stored(rig):
+    rig.answer(text(1, 12 * PAGE))
+    for length in (12 * PAGE, 12 * PAGE - 1, 11 * PAGE):
+        run = rig.open(text(1, length), 12 * PAGE - length)
+        assert run is not None
+        rig.read(run, length)
+        rig.end(run)
+        rig.check()
+
+
+def test_a_refusal_counts_what_could_be_had(rig):
+    rig.answer(text(1, 64))
+    rig.open(text(2, 200), 24)
+    with pytest.raises(PoolTooSmallError) as refused:
+        rig.index.open(text(1, 64), 6 * PAGE, owner=b"", cache=True)
+    assert (refused.value.needed, refused.value.free, refused.value.count) == (5, 4, 12)
+    assert rig.index.pages_held == 2
+    assert rig.index.room() == 5 * PAGE
+
+
+def test_settings_without_sense_are_refused():
+    for page_bytes, limit_bytes in ((0, 5), (5, -1)):
+        with pytest.raises(ValueError, match="bytes a page"):
+            PrefixIndex(Pages(1), page_bytes=page_bytes, limit_bytes=limit_bytes)
+
+
+def test_memory_of_the_index_is_flat_over_many_owners():
+    rig = Rig(6, 3)
+    for seed in range(50):
+        rig.answer(text(seed, 40), owner=b"%d" % seed)
+    assert len(rig.index._roots) <= 3
+    assert rig.index.pages_held == 3
+
+
+# --- false books
+
+
+def swap_ids(nodes):
+    nodes[0].ids = (*nodes[0].ids[:-1], 5)
+
+
+def claim_more_exact_rows(nodes):
+    nodes[-1].exact, nodes[0].exact = 3, nodes[0].exact or 1
+
+
+def store_a_page_twice(nodes):
+    nodes[0].page = nodes[1].page
+
+
+def cut_a_page_off(nodes):
+    nodes[0].parent.children.clear()
+
+
+@pytest.mark.parametrize("fault", [swap_ids, claim_more_exact_rows, store_a_page_twice, cut_a_page_off])
+def test_false_books_of_the_index_are_found(fault):
+    rig = Rig(12, 12)
+    rig.answer(text(1, 70), draws=[1])
+    rig.check()
+    fault(list(rig.index._nodes.values()))
+    with pytest.raises(AssertionError):
+        rig.index.check()
+
+
+def test_the_order_of_forgetting_is_part_of_the_books(rig):
+    rig.answer(text(1, 70))
+    first = next(iter(rig.index._nodes))
+    rig.index._nodes.move_to_end(first)
+    with pytest.raises(AssertionError, match="leaves are older"):
+        rig.index.check()
+    rig.index._nodes.move_to_end(first, last=False)
