@@ -53,6 +53,13 @@ def test_a_growing_sequence_continues_right_behind_its_last_page(pages):
     assert sequence.table == [1, 2, 3]
 
 
+def test_a_growing_sequence_prefers_the_pages_behind_it_to_lower_ones(pages):
+    low, sequence = pages.reserve(96), pages.reserve(32)
+    low.release()
+    sequence.reserve(96)
+    assert sequence.table == [3, 4, 5]
+
+
 def test_a_torn_pool_gives_the_longest_runs_first(pages):
     held = [pages.reserve(32) for _ in range(8)]
     for place in (0, 2, 3, 5, 6, 7):
@@ -128,6 +135,13 @@ def test_a_fork_shares_full_pages_and_copies_the_last_one(pages, length):
     twin.append(96 - length, prompt=False)
 
 
+def test_a_fork_has_room_for_the_rows_it_begins_with(pages):
+    sequence = pages.reserve(96)
+    sequence.append(70, prompt=True)
+    twin, _ = sequence.fork(0)
+    assert (twin.length, twin.capacity) == (70, 96)
+
+
 def test_a_fork_that_does_not_fit_changes_nothing(pages):
     sequence = pages.reserve(6 * 32)
     sequence.append(40, prompt=True)
@@ -150,6 +164,15 @@ def test_taking_back_shared_rows_leaves_them_to_the_other(pages, length):
     pages.check()
     sequence.append(64 - length, prompt=False)
     assert (twin.table, twin.length, twin.exact) == (theirs, 64, 64)
+
+
+def test_taking_back_rows_costs_nothing_once_the_other_is_gone(pages):
+    sequence = pages.reserve(8 * 32)
+    sequence.append(64, prompt=True)
+    twin, _ = sequence.fork(0)
+    twin.release()
+    assert sequence.truncate(31) == ()
+    assert sequence.table == list(range(8))
 
 
 def test_taking_back_shared_rows_of_a_full_pool_is_refused_and_changes_nothing(pages):

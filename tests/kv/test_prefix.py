@@ -60,6 +60,17 @@ def test_full_pages_are_shared_and_a_page_filled_in_part_is_copied(rig, length):
     assert run.opened.copies == ((Copy(shared[full], run.sequence.table[full], rest),) if rest else ())
 
 
+def test_a_hit_goes_on_right_behind_its_shared_pages(rig):
+    rig.answer(text(1, 32))
+    rig.open(text(2, 32))
+    rig.answer(text(1, 64))
+    low = rig.runs[0]
+    rig.end(low, store=False)
+    run = rig.open(text(1, 65), 40)
+    assert run.sequence.table == [0, 2, 3, 4]
+    assert rig.pages.references(1) == 0
+
+
 def test_looking_holds_nothing_and_says_what_there_is(rig):
     assert rig.index.lookup(text(1, 50), owner=b"", cache=True) == Match()
     rig.answer(text(1, 50))
@@ -118,6 +129,56 @@ def test_answer_rows_never_take_the_place_of_prompt_written_ones(rig):
     assert (again.cached, again.exact) == (100, True)
 
 
+def mixed_and_exact_forms(rig, *, exact_first: bool):
+    """The same ids twice: 52 rows of a prompt, and 40 of a prompt with 24 of its answer; the first runs on."""
+    talk = text(1, 40) + text(2, 24)
+    runs = [rig.open(talk), rig.open(text(1, 40), 24)]
+    rig.read(runs[0], 52)
+    rig.read(runs[1], 40)
+    for one in text(2, 24):
+        rig.draw(runs[1], [one], 1)
+    for run in runs if exact_first else runs[::-1]:
+        rig.store(run)
+        rig.check()
+    rig.end(runs[1])
+    return talk, runs[0]
+
+
+@pytest.mark.parametrize("exact_first", [True, False])
+def test_a_longer_page_with_answer_rows_does_not_displace_a_shorter_one_without(rig, exact_first):
+    talk, _ = mixed_and_exact_forms(rig, exact_first=exact_first)
+    match = rig.index.lookup([*talk, 5], owner=b"", cache=True)
+    assert (match.length, match.exact) == (52, True)
+    match = rig.index.lookup([*talk, 5], owner=b"", cache="answers")
+    assert (match.length, match.exact_rows) == (64, 40)
+
+
+@pytest.mark.parametrize("exact_first", [True, False])
+def test_of_two_pages_that_reach_as_far_the_prompt_written_one_is_taken(rig, exact_first):
+    talk, _ = mixed_and_exact_forms(rig, exact_first=exact_first)
+    match = rig.index.lookup([*talk[:50], 5, 5], owner=b"", cache="answers")
+    assert (match.length, match.exact) == (50, True)
+
+
+@pytest.mark.parametrize("exact_first", [True, False])
+def test_a_page_that_becomes_prompt_written_in_full_replaces_both_forms(rig, exact_first):
+    talk, run = mixed_and_exact_forms(rig, exact_first=exact_first)
+    assert rig.index.pages_held == 3
+    rig.read(run, 12)
+    rig.end(run)
+    rig.check()
+    assert rig.index.pages_held == 2
+    assert rig.index.lookup([*talk, 5], owner=b"", cache=True).length == 64
+
+
+def test_a_page_that_is_stored_already_stays_where_it_is(rig):
+    first, second = rig.open(text(1, 32)), rig.open(text(1, 32))
+    for run in (first, second):
+        rig.read(run, 32)
+        rig.end(run)
+    assert [node.page for node in rig.index._nodes.values()] == [0]
+
+
 # --- what is never stored or found
 
 
@@ -155,10 +216,28 @@ def test_a_hit_compares_the_ids_and_not_the_hash_alone(monkeypatch):
     assert rig.index.store(first.opened, first.ids, 70) == 32, "the second page has the key of the first"
     assert rig.index.lookup(text(2, 70), owner=b"", cache=True).length == 0
     assert rig.index.lookup(text(1, 70), owner=b"b", cache=True).length == 0
-    second = rig.open(text(2, 70), owner=b"b")
-    rig.read(second, 70)
-    assert rig.index.store(second.opened, second.ids, 70) == 0
-    assert rig.index.lookup(text(2, 70), owner=b"b", cache=True).length == 0
+    for owner in (b"", b"b"):
+        second = rig.open(text(2, 70), owner=owner)
+        rig.read(second, 70)
+        assert rig.index.store(second.opened, second.ids, 70) == 0
+        assert rig.index.lookup(text(2, 70), owner=owner, cache=True).length == 0
+
+
+def test_a_hit_compares_all_ids_before_the_page_too(monkeypatch):
+    rig = Rig(12, 12)
+    monkeypatch.setattr(tree, "page_key", lambda _before, _owner, ids: bytes(one % 256 for one in ids[:3]))
+    page = text(3, 32)
+    for seed in (1, 2):
+        run = rig.open(text(seed, 32) + page)
+        rig.read(run, 64)
+        assert rig.store(run) == (64 if seed == 1 else 32), (
+            "the second page has the key of one that goes on elsewhere"
+        )
+    assert rig.index.lookup([*text(2, 32), *page, 5], owner=b"", cache=True).length == 32
+
+
+def test_owner_and_ids_cannot_be_mistaken_for_each_other():
+    assert tree.page_key(b"x", b"\5\0\0\0", (6,)) != tree.page_key(b"x", b"", (5, 6))
 
 
 def test_a_key_longer_than_the_rows_is_a_fault(rig):
@@ -259,6 +338,39 @@ def test_the_page_used_longest_ago_is_forgotten_first():
     cached = {seed: rig.index.lookup(text(seed, 64), owner=b"", cache=True).length for seed in (1, 2, 3)}
     assert cached == {1: 63, 2: 0, 3: 63}
     assert rig.index.figures.evicted_pages == 2
+
+
+def test_reading_a_page_counts_as_use_even_if_the_job_fails():
+    rig = Rig(20, 4)
+    for seed in (1, 2):
+        rig.answer(text(seed, 64))
+    rig.end(rig.open(text(1, 64)), store=False)
+    rig.answer(text(3, 64))
+    assert rig.index.lookup(text(1, 64), owner=b"", cache=True).length == 63
+    assert rig.index.lookup(text(2, 64), owner=b"", cache=True).length == 0
+
+
+def test_a_page_is_not_forgotten_for_the_one_that_goes_on_from_it():
+    rig = Rig(20, 1)
+    short, long = rig.open(text(1, 32)), rig.open(text(1, 64))
+    rig.read(short, 32)
+    rig.end(short)
+    rig.read(long, 64)
+    assert rig.store(long) == 32
+    rig.check()
+
+
+def test_a_page_is_not_forgotten_before_one_that_a_running_sequence_holds():
+    rig = Rig(6, 6)
+    short, long = rig.open(text(1, 32)), rig.open(text(1, 64))
+    rig.read(short, 32)
+    rig.end(short)
+    rig.read(long, 64)
+    assert rig.store(long) == 64
+    assert (rig.pages.free, rig.index.room()) == (3, 3 * PAGE)
+    assert rig.open(text(2, 32), 3 * PAGE) is None
+    assert rig.open(text(2, 32), 2 * PAGE) is not None
+    rig.check()
 
 
 def test_leaves_are_forgotten_before_the_beginning_they_stand_on():

@@ -36,7 +36,6 @@ class FreePages:
             size = min(self._sizes[start], count - len(taken))
             taken.extend(range(start, start + size))
             self._shorten(start, size)
-            after = taken[-1]
         return taken
 
     def give(self, page: int) -> None:

@@ -142,8 +142,8 @@ class PrefixIndex:
         tail, rows = node.best_tail(wanted[full * PAGE :], answers=answers)
         if tail is None:
             return Match(tuple(one.page for one in path), exact_rows=exact, path=tuple(path))
-        if exact == full * PAGE:
-            exact += min(rows, tail.exact)
+        # A tail behind inexact pages has no exact row.
+        exact += min(rows, tail.exact)
         return Match(tuple(one.page for one in path), tail.page, rows, exact, (*path, tail))
 
     def open(self, ids: Ids[int], tokens: int, *, owner: bytes, cache: Cache) -> Opened:
@@ -303,6 +303,8 @@ class PrefixIndex:
     def _make_room(self, needed: int, match: Match) -> bool:
         """Evict until *needed* pages are free, but nothing of *match*; if that cannot be, False and no change."""
         short = needed - self._pages.free
+        if short <= 0:
+            return True
         if short > self._evictable(match.path):
             return False
         victims = self._victims(frozenset(match.path))
@@ -313,7 +315,7 @@ class PrefixIndex:
     def _victims(self, keep: Collection[Node]) -> Iterator[Node]:
         """Leaves that no sequence holds and that are not in *keep*, oldest first, each to be evicted at once."""
         for node in list(self._nodes.values()):
-            if self._nodes.get(node.key) is node and not node.children and node not in keep and self._idle(node):
+            if not node.children and node not in keep and self._idle(node):
                 yield node
 
     def _evictable(self, keep: Collection[Node]) -> int:

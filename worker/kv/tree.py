@@ -34,7 +34,7 @@ class Node:
     def covers(self, other: Node) -> bool:
         """Whether every reader that *other*, behind the same page, could serve is served by this one."""
         rows = len(other.ids)
-        return not other.children and self.ids[:rows] == other.ids and min(self.exact, rows) >= other.exact
+        return self.ids[:rows] == other.ids and min(self.exact, rows) >= other.exact
 
     def best_tail(self, wanted: tuple[int, ...], *, answers: bool) -> tuple[Node | None, int]:
         """The child that goes on longest like *wanted*, and how many of its rows can be read.
@@ -43,6 +43,9 @@ class Node:
         """
         best: tuple[int, int, Node | None] = (0, 0, None)
         for child in self.children.values():
+            # Many prompts part right behind a common beginning: most children end here.
+            if child.ids[:1] != wanted[:1]:
+                continue
             rows = _shared(child.ids, wanted)
             exact = min(rows, child.exact)
             rows = rows if answers else exact
