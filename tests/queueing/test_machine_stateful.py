@@ -44,7 +44,7 @@ class Queue(RuleBasedStateMachine):
         )
         self.routes = [b"p0", b"p1", b"p2"]
         self.names = 3
-        self.workers = 0
+        self.workers = self.epoch = 0
         self.hung: set[bytes] = set()
 
     @initialize(retain_bytes=st.sampled_from([2_500, 10**8]))
@@ -175,13 +175,17 @@ class Queue(RuleBasedStateMachine):
 
     # --- workers
 
-    @rule(again=st.booleans())
-    def worker_comes(self, again):
+    @rule(again=st.booleans(), repeat=st.booleans())
+    def worker_comes(self, again, repeat=False):
         if not again or self.workers == 0:
             self.workers += 1
-        self.rig.back.on_message(
-            self.worker_route, m.Ready(self.worker_id, 99, "hyper", "h0", "tiny", 1000, 512, {}), self.rig.now()
-        )
+        if not repeat:
+            self.epoch += 1
+        ready = m.Ready(self.worker_id, 99, "hyper", "h0", "tiny", 1000, 512, {}, self.epoch)
+        slot, live = self.rig.running, self.rig.back.worker
+        self.rig.back.on_message(self.worker_route, ready, self.rig.now())
+        if live is not None and (live.route, live.ready) == (self.worker_route, ready):
+            assert (self.rig.back.worker, self.rig.running) == (live, slot), "a repeated READY cost something"
         self.turn()
 
     @property
@@ -225,10 +229,7 @@ class Queue(RuleBasedStateMachine):
     @precondition(lambda self: self.rig.running and self.can_work())
     @rule(reason=st.sampled_from(["stop", "length", "cancelled"]))
     def worker_ends(self, reason):
-        route, run = self.rig.all_runs[-1]
-        if reason == "cancelled" and self.rig.running.phase is not Phase.CANCELLING:
-            reason = "stop"
-        self.end(route, run, reason)
+        self.end(*self.rig.all_runs[-1], reason)
         self.turn()
 
     @precondition(lambda self: self.rig.running and self.can_work())
