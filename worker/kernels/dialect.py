@@ -20,7 +20,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Final
 
 import mlx.core as mx
@@ -113,9 +113,8 @@ _UNUSED: Final = "(void)tid; (void)lane; (void)sg; (void)bx; (void)by; (void)bz;
 class Kernel:
     """A computation in the dialect.
 
-    `defines` are preprocessor words of the body and their values: names of optional operands, and constants that are
-    no integers. `contiguous` makes MLX copy an operand that is not row-contiguous; a kernel that writes an operand in
-    place says False, since a copy would be written instead.
+    `defines` are preprocessor words of the body and their values: optional operands, and constants that are no
+    integers. MLX copies an operand that is not row-contiguous, so one that is written in place has to be.
     """
 
     name: str
@@ -123,7 +122,6 @@ class Kernel:
     output: str
     body: str
     defines: tuple[tuple[str, str], ...] = ()
-    contiguous: bool = True
 
     @property
     def header(self) -> str:
@@ -169,7 +167,7 @@ def target() -> str | None:
     return "cuda" if mx.cuda.is_available() else None
 
 
-@lru_cache(maxsize=None)
+@cache
 def build(kernel: Kernel, kind: str) -> Callable[..., list[mx.array]]:
     """MLX's callable for *kernel* on *kind*; made once."""
     cuda = kind == "cuda"
@@ -180,7 +178,6 @@ def build(kernel: Kernel, kind: str) -> Callable[..., list[mx.array]]:
         output_names=[kernel.output],
         header=(_CUDA_HEADER if cuda else _METAL_HEADER) + _LOADS + kernel.header,
         source=(_CUDA_PROLOGUE if cuda else _METAL_PROLOGUE) + _UNUSED + kernel.body,
-        ensure_row_contiguous=kernel.contiguous,
     )
     return made
 
