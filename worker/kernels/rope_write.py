@@ -46,7 +46,7 @@ const int length = meta[0];
 if (!is_v) {
   const float position = (float)(length + DEPTH(by));
   UNROLL for (int i = 0; i < each; i++) if (lane + 32 * i < ROT / 2) {
-    const float angle = position * constants[2 * D + lane + 32 * i], c = COS(angle), s = SIN(angle);
+    const float angle = MUL(position, constants[2 * D + lane + 32 * i]), c = COS(angle), s = SIN(angle);
     const float x = SCALED ? (float)(T)(a[i] * INPUT_SCALE) : a[i], y = SCALED ? (float)(T)(b[i] * INPUT_SCALE) : b[i];
     a[i] = FMA(x, c, -MUL(y, s));
     b[i] = FMA(x, s, MUL(y, c));
