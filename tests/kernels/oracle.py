@@ -28,7 +28,9 @@ def close(got: mx.array, want: np.ndarray, slack: float = 1) -> None:
     have = wide(got)
     assert have.shape == want.shape
     error = np.abs(have - want).max(-1) / np.maximum(np.abs(want).max(-1), 1e-3)
-    assert (error <= slack * BOUND[got.dtype]).all(), f"relative error {np.nanmax(error):.2e}, NaN: {np.isnan(have).any()}"
+    assert (error <= slack * BOUND[got.dtype]).all(), (
+        f"relative error {np.nanmax(error):.2e}, NaN: {np.isnan(have).any()}"
+    )
 
 
 def same(one: mx.array, other: mx.array) -> None:

@@ -27,9 +27,23 @@ from worker.kernels.dialect import Launch
 
 STDLIB = Path(__file__).with_name("metal_stdlib.hpp")
 CACHE = Path(tempfile.gettempdir()) / f"mtplx-standin-{os.getuid()}"
-COMPILER = ("c++", "-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-fPIC", "-shared", "-w")
+COMPILER = (
+    "c++",
+    "-std=c++17",
+    "-O2",
+    "-march=native",
+    "-ffp-contract=off",
+    "-U_FORTIFY_SOURCE",
+    "-fPIC",
+    "-shared",
+    "-w",
+)
 GUARD = 256
-FAILURES = {1: "lanes asked different things", 2: "the lanes of a simdgroup parted", 3: "some threads missed a barrier"}
+FAILURES = {
+    1: "lanes asked different things",
+    2: "the lanes of a simdgroup parted",
+    3: "some threads missed a barrier",
+}
 
 
 @dataclass(frozen=True)
@@ -41,7 +55,9 @@ class Text:
 
     @property
     def parameters(self) -> list[str]:
-        signature = re.search(r"\[\[kernel\]\] void " + re.escape(self.name) + r"\(\n(.*?)\) \{\n", self.source, re.DOTALL)
+        signature = re.search(
+            r"\[\[kernel\]\] void " + re.escape(self.name) + r"\(\n(.*?)\) \{\n", self.source, re.DOTALL
+        )
         assert signature, "MLX generates a signature"
         return [line.strip() for line in signature[1].split(",\n")]
 
@@ -193,5 +209,3 @@ def run(launch: Launch, written: str | None = None) -> tuple[mx.array, mx.array 
     if written is None:
         return output, None
     return output, _array(buffers[written].bytes, named[written].shape, named[written].dtype)
-
-

@@ -11,9 +11,7 @@ from kernels.oracle import TYPES, close, draw, same, wide
 from worker.kernels import add_norm, swiglu
 
 QUICK = [(1, 64, "float32"), (3, 576, "bfloat16"), (16, 2304, "float16")]
-SWEEP = [
-    (rows, width, dtype) for rows in range(1, 17) for width in (64, 104, 576, 4096, 12288) for dtype in TYPES
-]
+SWEEP = [(rows, width, dtype) for rows in range(1, 17) for width in (64, 104, 576, 4096, 12288) for dtype in TYPES]
 
 
 def check_norm(rows: int, width: int, dtype: str) -> None:
@@ -25,7 +23,10 @@ def check_norm(rows: int, width: int, dtype: str) -> None:
     same(both[0], x + delta)
     close(both[1], want)
     for row in range(rows):
-        same(standin.run(add_norm.launch(x[row : row + 1], delta[row : row + 1], weight, 1e-5))[0][:, 0], both[:, row])
+        same(
+            standin.run(add_norm.launch(x[row : row + 1], delta[row : row + 1], weight, 1e-5))[0][:, 0],
+            both[:, row],
+        )
     plain = add_norm.add_norm(x, delta, weight, 1e-5, use_kernel=False)
     close(plain[0], total)
     close(plain[1], want)

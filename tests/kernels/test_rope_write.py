@@ -52,7 +52,10 @@ def turn(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray, heads: H
     )
     angles = positions[:, None, None] * frequencies
     a, b = (x[..., place] * heads.input_scale for place in at)
-    out[..., at[0]], out[..., at[1]] = a * np.cos(angles) - b * np.sin(angles), a * np.sin(angles) + b * np.cos(angles)
+    out[..., at[0]], out[..., at[1]] = (
+        a * np.cos(angles) - b * np.sin(angles),
+        a * np.sin(angles) + b * np.cos(angles),
+    )
     return out
 
 
@@ -130,7 +133,9 @@ def test_a_rope_whose_table_moves_with_the_length_is_refused() -> None:
 
 def test_bits_depend_on_row_and_position_alone() -> None:
     random = np.random.default_rng(5)
-    table = rope_write.constants(QWEN, mx.array(1e4 ** -(np.arange(64) / 64)), *draw(random, (2, 128), mx.bfloat16))
+    table = rope_write.constants(
+        QWEN, mx.array(1e4 ** -(np.arange(64) / 64)), *draw(random, (2, 128), mx.bfloat16)
+    )
     qkv = draw(random, (16, 8 * 128), mx.bfloat16)
 
     def run(start: int, count: int) -> tuple[mx.array, mx.array]:

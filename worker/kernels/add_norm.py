@@ -1,9 +1,9 @@
 """Residual add and RMSNorm.
 
-Contract: x, delta T [R, K]; weight T [K]; out T [2, R, K], the sum first, then the sum normed. One output holds both,
-since a second output costs as much as a second kernel; the two results are views of it. The sum is rounded to T
-before it is normed, and the normed value before it is weighed, as MLX does. K is a multiple of 8. The order in which a
-row's squares are added depends on K alone.
+Contract: x, delta T [R, K]; weight T [K]; out T [2, R, K], the sum first, then the sum normed. One output holds
+both, since a second output costs as much as a second kernel; the two results are views of it. The sum is
+rounded to T before it is normed, and the normed value before it is weighed, as MLX does. K is a multiple of 8.
+The order in which a row's squares are added depends on K alone.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def reference(x: mx.array, delta: mx.array, weight: mx.array, eps: float) -> tup
 def add_norm(
     x: mx.array, delta: mx.array, weight: mx.array, eps: float, *, use_kernel: bool | None = None
 ) -> tuple[mx.array, mx.array]:
-    """x + delta and its RMSNorm, both T [R, K]. `use_kernel=False` forces the plain operations."""
+    """Sum x + delta and its RMSNorm, both T [R, K]. `use_kernel=False` forces the plain operations."""
     target = chosen(use_kernel)
     if target is None or x.shape[1] % 8:
         return reference(x, delta, weight, eps)

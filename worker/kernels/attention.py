@@ -1,14 +1,14 @@
 """Attention of the rows of one forward over the paged pool, first pass: each piece of the keys by itself.
 
-Contract: q T [R, H, D], turned already; pool T [2, Hkv, slots, D]; meta and tree as in `rows`; scale a float. Out: float32,
-for each piece s of 32, row r and head h the sum of exp2 weights times values, [32, R H, D], and after all of these the
-pieces' (maximum, sum of weights), [32, R H, 2]; pieces that a row does not have stay unwritten. `attention_combine` joins
-them. D is a multiple of 16 up to 256, H a multiple of Hkv, R in 1..16.
+Contract: q T [R, H, D], turned already; pool T [2, Hkv, slots, D]; meta and tree as in `rows`; scale a float.
+Out: float32, for each piece s of 32, row r and head h the sum of exp2 weights times values, [32, R H, D], and
+after all of these the pieces' (maximum, sum of weights), [32, R H, 2]; pieces that a row does not have stay
+unwritten. `attention_combine` joins them. D is a multiple of 16 up to 256, H a multiple of Hkv, R in 1..16.
 
-Row invariance: a row's keys are visited in tiles of 32 at their absolute positions, each key at the lane of its position,
-also where a tree stores it elsewhere; pieces are cut by the row's own position. Which rows and heads share a
-threadgroup changes nothing in a row's arithmetic. Slots a row does not see may hold anything: their scores are not
-used and their values count as zero.
+Row invariance: a row's keys are visited in tiles of 32 at their absolute positions, each key at the lane of its
+position, also where a tree stores it elsewhere; pieces are cut by the row's own position. Which rows and heads
+share a threadgroup changes nothing in a row's arithmetic. Slots that a row does not see may hold anything:
+their scores are not used and their values count as zero.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Final
 import mlx.core as mx
 
 from worker.kernels import attention_combine, rows
-from worker.kernels.dialect import Kernel, Launch, chosen, number
+from worker.kernels.dialect import MAX_ROWS, PAGE, Kernel, Launch, chosen, number
 
-# A threadgroup takes one piece of one key head for TILE (row, head) pairs. 8 threads share a key's score; each thread
-# sums 4 columns of the values over its share of the tile's keys.
+# A threadgroup takes one piece of one key head for TILE (row, head) pairs. 8 threads share a key's score; each
+# thread sums 4 columns of the values over its share of the tile's keys.
 BODY: Final = r"""
 SHARED(float4, q4, TILE * D / 4);
 SHARED(float, weight, 2 * TILE * 32);
@@ -68,7 +68,8 @@ if (TREE) for (int i = tid; i < R * 16; i += 128) {
   for (int j = 0; j < R; j++) if ((MASK(i / 16) >> j & 1u) && DEPTH(j) == i % 16) path[i] = j;
 }
 BARRIER();
-const int CHUNKS = (D + 31) / 32, ACROSS = D / 4, GROUPS = ACROSS <= 16 ? 8 : ACROSS <= 32 ? 4 : 2, KEYS = 32 / GROUPS;
+const int CHUNKS = (D + 31) / 32, ACROSS = D / 4;
+const int GROUPS = ACROSS <= 16 ? 8 : ACROSS <= 32 ? 4 : 2, KEYS = 32 / GROUPS;
 const int part = lane & 7, key = sg * 4 + (lane >> 3), column = tid % ACROSS * 4, share = tid / ACROSS;
 const bool sums = share < GROUPS;
 GLOBAL(T) keys = pool + (long)by * pool_shape[2] * D;
@@ -190,13 +191,11 @@ def launch(q: mx.array, pool: mx.array, meta: mx.array, scale: float, tree: mx.a
     return Launch(kernel, tuple(operands.values()), template, groups, 128, shape, mx.float32)
 
 
-def reference(
-    q: mx.array, pool: mx.array, meta: mx.array, scale: float, tree: mx.array | None = None
-) -> mx.array:
+def reference(q: mx.array, pool: mx.array, meta: mx.array, scale: float, tree: mx.array | None = None) -> mx.array:
     """Both passes in plain operations: T [R, H, D]. Reads every page of the block table."""
     count, heads, dim = q.shape
     kv_heads = pool.shape[1]
-    indices = mx.arange((meta.size - 1) * rows.PAGE, dtype=mx.int32)
+    indices = mx.arange((meta.size - 1) * PAGE, dtype=mx.int32)
     keys, values = mx.take(pool, rows.slots(meta, indices), axis=2).astype(mx.float32)
     visible = rows.seen(meta, count, tree)
     values = mx.where((indices < meta[0] + count)[None, :, None], values, 0.0)
@@ -210,10 +209,10 @@ def reference(
 def supported(q: mx.array, pool: mx.array) -> bool:
     """Whether the kernel serves these shapes."""
     count, heads, dim = q.shape
-    return dim % 16 == 0 and dim <= 256 and heads % int(pool.shape[1]) == 0 and count <= rows.MAX_ROWS
+    return dim % 16 == 0 and dim <= 256 and heads % int(pool.shape[1]) == 0 and count <= MAX_ROWS
 
 
-def attention(  # noqa: PLR0917 - the operands of the contract, in its order
+def attention(
     q: mx.array,
     pool: mx.array,
     meta: mx.array,

@@ -1,7 +1,7 @@
 """Second pass of attention: joins the pieces of each row and head.
 
-Contract: pieces as `attention` writes them, float32; meta and tree as in `rows`; out T [R, H, D]. A row has as many
-pieces as its position says; they are added in the same order whatever R is.
+Contract: pieces as `attention` writes them, float32; meta and tree as in `rows`; out T [R, H, D]. A row has as
+many pieces as its position says; they are added in the same order whatever R is.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def reference(
     return (out / mx.sum(mx.where(has, weights * marks[..., 1:], 0.0), axis=0)).astype(dtype)
 
 
-def attention_combine(  # noqa: PLR0917 - the operands of the contract, in its order
+def attention_combine(
     pieces: mx.array,
     meta: mx.array,
     shape: tuple[int, ...],

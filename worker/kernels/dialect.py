@@ -3,16 +3,21 @@
 A body is written in the words below; each target has a header that defines them and a prologue line that names the
 thread. A simdgroup is a warp: 32 lanes. The words:
 
-- `GLOBAL(T)`, `OUT(T)`, `LOCAL(T)`: pointer to const device memory, to device memory, to the thread's own arrays.
+- `GLOBAL(T)`, `OUT(T)`, `LOCAL(T)`: pointer to const device memory, to device memory, to the thread's own
+  arrays.
 - `SHARED(T, name, n)`: an array of the threadgroup. It is used by name only: no pointer to it is ever taken.
-- `BARRIER()`, `XOR(v, m)`, `SUM32(v)`, `MAX32(v)`: the threadgroup's barrier; exchange, sum and maximum of 32 lanes.
-- `FMA(a, b, c)`, `MUL(a, b)`: one rounding each, and never joined with a neighbour by the compiler. Every product
-  that is added to something is written with them, so that a row's bits do not depend on how a kernel was unrolled.
-- `load2/4/8(p, o)`: consecutive elements of any float type, aligned to their size, to float32.
-- `tid`, `lane`, `sg`, `bx`, `by`, `bz`: thread in the group, lane in the simdgroup, simdgroup, group in the grid.
+- `BARRIER()`, `XOR(v, m)`, `SUM32(v)`, `MAX32(v)`: the threadgroup's barrier; exchange, sum, maximum of 32
+  lanes.
+- `FMA(a, b, c)`, `MUL(a, b)`: one rounding each, and never joined with a neighbour by the compiler. Every
+  product that is added to something is written with them, so that a row's bits do not depend on how a kernel
+  was unrolled.
+- `load2/4/8(p, o)`, `words1/2/4(p, o)`: consecutive elements of any float type, to float32, and of unsigned;
+  each run of them aligned to its size.
+- `tid`, `lane`, `sg`, `bx`, `by`, `bz`: thread in the group, lane in the simdgroup, simdgroup, group in the
+  grid.
 
-Values change type by casts only, `(float)v` and `(T)v`; sums are float32. A kernel has one output: a second one costs
-the host as much as a second kernel.
+Values change type by casts only, `(float)v` and `(T)v`; sums are float32. A kernel has one output: a second one
+costs the host as much as a second kernel.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import mlx.core as mx
 
@@ -53,7 +58,8 @@ typedef __nv_bfloat16 bf16;
 typedef __half f16;
 FN float SUM32(float v) { for (int m = 16; m; m >>= 1) v += XOR(v, m); return v; }
 FN float MAX32(float v) { for (int m = 16; m; m >>= 1) v = MAX(v, XOR(v, m)); return v; }
-FN void two_f16(unsigned u, float* o) { const float2 a = __half22float2(*(const __half2*)&u); o[0] = a.x; o[1] = a.y; }
+FN void two_f16(unsigned u, float* o) {
+  const float2 a = __half22float2(*(const __half2*)&u); o[0] = a.x; o[1] = a.y; }
 """
 
 _METAL_HEADER: Final = r"""
@@ -78,7 +84,8 @@ _METAL_HEADER: Final = r"""
 #define MAX32(v) simd_max(v)
 typedef bfloat16_t bf16;
 typedef half f16;
-FN void two_f16(unsigned u, LOCAL(float) o) { const half2 a = as_type<half2>(u); o[0] = (float)a.x; o[1] = (float)a.y; }
+FN void two_f16(unsigned u, LOCAL(float) o) {
+  const half2 a = as_type<half2>(u); o[0] = (float)a.x; o[1] = (float)a.y; }
 """
 
 _LOADS: Final = r"""
@@ -89,11 +96,17 @@ FN void load4(GLOBAL(float) p, LOCAL(float) o) {
 FN void load8(GLOBAL(float) p, LOCAL(float) o) { load4(p, o); load4(p + 4, o + 4); }
 #define LOADS_OF(T) \
 FN void load2(GLOBAL(T) p, LOCAL(float) o) { two_##T(*(GLOBAL(unsigned))p, o); } \
-FN void load4(GLOBAL(T) p, LOCAL(float) o) { const uint2 u = *(GLOBAL(uint2))p; two_##T(u.x, o); two_##T(u.y, o + 2); } \
+FN void load4(GLOBAL(T) p, LOCAL(float) o) { \
+  const uint2 u = *(GLOBAL(uint2))p; two_##T(u.x, o); two_##T(u.y, o + 2); } \
 FN void load8(GLOBAL(T) p, LOCAL(float) o) { const uint4 u = *(GLOBAL(uint4))p; \
   two_##T(u.x, o); two_##T(u.y, o + 2); two_##T(u.z, o + 4); two_##T(u.w, o + 6); }
 LOADS_OF(bf16)
 LOADS_OF(f16)
+FN void words1(GLOBAL(unsigned) p, LOCAL(unsigned) o) { o[0] = p[0]; }
+FN void words2(GLOBAL(unsigned) p, LOCAL(unsigned) o) {
+  const uint2 u = *(GLOBAL(uint2))p; o[0] = u.x; o[1] = u.y; }
+FN void words4(GLOBAL(unsigned) p, LOCAL(unsigned) o) {
+  const uint4 u = *(GLOBAL(uint4))p; o[0] = u.x; o[1] = u.y; o[2] = u.z; o[3] = u.w; }
 """
 
 # Metal declares a thread attribute only where its name stands in the body, so the prologue is part of the body.
@@ -136,7 +149,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel with its operands. `groups` counts threadgroups of `threads` threads; `template` names ints and types."""
+    """A kernel and its operands, for `groups` threadgroups of `threads`; `template`: its ints, bools and types."""
 
     kernel: Kernel
     arrays: tuple[mx.array, ...]
@@ -172,18 +185,18 @@ def build(kernel: Kernel, kind: str) -> Callable[..., list[mx.array]]:
     """MLX's callable for *kernel* on *kind*; made once."""
     cuda = kind == "cuda"
     make = mx.fast.cuda_kernel if cuda else mx.fast.metal_kernel
-    made: Callable[..., list[mx.array]] = make(
+    made: Any = make(
         name=kernel.label,
         input_names=list(kernel.inputs),
         output_names=[kernel.output],
         header=(_CUDA_HEADER if cuda else _METAL_HEADER) + _LOADS + kernel.header,
         source=(_CUDA_PROLOGUE if cuda else _METAL_PROLOGUE) + _UNUSED + kernel.body,
     )
-    return made
+    return cast("Callable[..., list[mx.array]]", made)
 
 
 def chosen(use_kernel: bool | None) -> str | None:
-    """The target to launch on, or None for the reference; `use_kernel` None means: a kernel where there is a GPU."""
+    """The target to launch on, None for the reference. `use_kernel` None means: a kernel where there is a GPU."""
     return None if use_kernel is False else target()
 
 

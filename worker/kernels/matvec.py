@@ -1,15 +1,15 @@
 """Matrix-vector products for all rows of a forward: each weight is read once for R rows.
 
 Contract: x T [R, K]; weight T [N, K], or affine quantised: words uint32 [N, K bits / 32], scales and biases T
-[N, K / group], bits 4 or 8, group 32, 64 or 128, as mx.quantize packs them. Out: T [R, N] = x weight^T. Options, all in
-the same launch:
+[N, K / group], bits 4 or 8, group 32, 64 or 128, as mx.quantize packs them. Out: T [R, N] = x weight^T.
+Options, all in the same launch:
 
 - norm T [K] and eps: x is RMS-normed first (in float32, without rounding in between);
 - glu: weight has 2 N rows, gates first, and the output is silu(gate) * up;
 - add: T [R, N] (a residual) or [N] (a bias), added to the product. Not together with glu.
 
-K is a multiple of 32. Row invariance: lane l sums chunks l, l + 32, ... of K in order, then 32 lanes join; neither R nor
-the number of outputs a simdgroup makes changes that.
+K is a multiple of 32. Row invariance: lane l sums chunks l, l + 32, ... of K in order, then 32 lanes join;
+neither R nor the number of outputs a simdgroup makes changes that.
 """
 
 from __future__ import annotations
@@ -65,10 +65,11 @@ _AFFINE: Final = r"""
   float m[made * CHUNK];
   float scale[made], bias[made];
   UNROLL for (int o = 0; o < made; o++) {
-    UNROLL for (int i = 0; i < CHUNK * BITS / 32; i++) {
-      const unsigned word = weight[(long)line[o] * (K / 32 * BITS) + c * (CHUNK * BITS / 32) + i];
-      UNROLL for (int j = 0; j < 32 / BITS; j++)
-        m[o * CHUNK + i * (32 / BITS) + j] = AS_FLOAT(0x4b000000u | (word >> (BITS * j) & ((1u << BITS) - 1u))) - 8388608.0f;
+    unsigned words[CHUNK * BITS / 32];
+    WORDS(weight + (long)line[o] * (K / 32 * BITS) + c * (CHUNK * BITS / 32), words);
+    UNROLL for (int j = 0; j < CHUNK; j++) {
+      const unsigned number = words[j * BITS / 32] >> (BITS * j % 32) & ((1u << BITS) - 1u);
+      m[o * CHUNK + j] = AS_FLOAT(0x4b000000u | number) - 8388608.0f;
     }
     scale[o] = (float)scales[(long)line[o] * (K / GROUP) + c * CHUNK / GROUP];
     bias[o] = (float)biases[(long)line[o] * (K / GROUP) + c * CHUNK / GROUP];
@@ -128,17 +129,17 @@ class Extras:
 PLAIN: Final = Extras()
 
 
-def _words(extras: Extras) -> tuple[tuple[str, str], ...]:
+def _defines(extras: Extras, words: int) -> tuple[tuple[str, str], ...]:
     added = "0.0f"
     if extras.add is not None:
         added = "(float)add[(long)(w) * N + (n)]" if extras.add.ndim == 2 else "(float)add[n]"
     norm = "x" if extras.norm is None else "norm"
-    return ("EPS", number(extras.eps)), ("NORM_WEIGHT", norm), ("ADDED(w, n)", added)
+    return ("EPS", number(extras.eps)), ("NORM_WEIGHT", norm), ("ADDED(w, n)", added), ("WORDS", f"words{words}")
 
 
-def _shape(rows: int, outputs: int) -> tuple[int, int]:
+def _shape(rows: int, outputs: int, glu: bool) -> tuple[int, int]:
     """Outputs a simdgroup makes, and simdgroups of a threadgroup. No result depends on it."""
-    each = 4 if rows <= 8 else 2
+    each = (4 if rows <= 8 else 2) // (2 if glu else 1)
     while each > 1 and outputs < 1024 * each:
         each //= 2
     return each, 8 if outputs // each >= 8192 else 4
@@ -153,19 +154,26 @@ def launch(x: mx.array, weight: mx.array | Affine, extras: Extras = PLAIN) -> La
     operands |= {} if extras.norm is None else {"norm": extras.norm}
     operands |= {} if extras.add is None else {"add": extras.add}
     outputs = operands["weight"].shape[0] // (2 if extras.glu else 1)
+    bits = weight.bits if isinstance(weight, Affine) else 32
     chunk = 16 if affine and width >= 1024 else 8
-    each, simdgroups = _shape(rows, outputs)
+    each, simdgroups = _shape(rows, outputs, extras.glu)
     body = _HEAD + (_AFFINE if affine else _DENSE).replace("ROW\n", _ROW) + _TAIL
     template = {"T": x.dtype, "K": width, "N": outputs, "R": rows, "CHUNK": chunk, "OUTPUTS": each}
     template |= {"SIMDGROUPS": simdgroups, "NORM": extras.norm is not None, "GLU": extras.glu}
     if isinstance(weight, Affine):
         template |= {"BITS": weight.bits, "GROUP": weight.group}
     kernel = Kernel(
-        "matvec_affine" if affine else "matvec", tuple(operands), "out", body, _words(extras)
+        "matvec_affine" if affine else "matvec", tuple(operands), "out", body, _defines(extras, chunk * bits // 32)
     )
     groups = (-(-outputs // (each * simdgroups)), 1, 1)
     return Launch(
-        kernel, tuple(operands.values()), tuple(template.items()), groups, 32 * simdgroups, (rows, outputs), x.dtype
+        kernel,
+        tuple(operands.values()),
+        tuple(template.items()),
+        groups,
+        32 * simdgroups,
+        (rows, outputs),
+        x.dtype,
     )
 
 
@@ -175,7 +183,13 @@ def reference(x: mx.array, weight: mx.array | Affine, extras: Extras = PLAIN) ->
         x = mx.fast.rms_norm(x, extras.norm, extras.eps)
     if isinstance(weight, Affine):
         y = mx.quantized_matmul(
-            x, weight.words, weight.scales, weight.biases, transpose=True, group_size=weight.group, bits=weight.bits
+            x,
+            weight.words,
+            weight.scales,
+            weight.biases,
+            transpose=True,
+            group_size=weight.group,
+            bits=weight.bits,
         )
     else:
         y = x @ weight.T
@@ -194,7 +208,7 @@ def supported(x: mx.array, weight: mx.array | Affine) -> bool:
 def matvec(
     x: mx.array, weight: mx.array | Affine, extras: Extras = PLAIN, *, use_kernel: bool | None = None
 ) -> mx.array:
-    """x weight^T for x T [R, K], T [R, N]. `use_kernel=False` forces the plain operations."""
+    """Product x weight^T for x T [R, K], T [R, N]. `use_kernel=False` forces the plain operations."""
     target = chosen(use_kernel)
     if target is None or not supported(x, weight):
         return reference(x, weight, extras)

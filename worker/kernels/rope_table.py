@@ -1,7 +1,7 @@
 """The table of frequencies that `rope_write` turns by, read from a model's own rope module.
 
-Every rope of mlx-lm's dense models turns a pair by position times a constant of the pair, after scaling the input by
-one number; only the constants differ. They are computed here as MLX computes them.
+Every rope of mlx-lm's dense models turns a pair by position times a constant of the pair, after scaling the
+input by one number; only the constants differ. They are computed here as MLX computes them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mlx import nn
 
 @dataclass(frozen=True, slots=True)
 class RopeTable:
-    """`frequencies` float32 [dims / 2], radians a position; `dims` are turned, after a multiplication by `input_scale`."""
+    """`frequencies` float32 [dims / 2], radians a position; `dims` are turned, times `input_scale` first."""
 
     frequencies: mx.array
     dims: int
@@ -37,4 +37,3 @@ def rope_of(module: Any) -> RopeTable | None:
     scale = getattr(module, "mscale", getattr(module, "_scale", 1.0))
     traditional = bool(getattr(module, "traditional", False))
     return RopeTable(1.0 / wavelengths.astype(mx.float32), 2 * wavelengths.size, traditional, float(scale))
-

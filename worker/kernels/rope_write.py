@@ -1,11 +1,11 @@
 """Split of the packed projection, q/k norm, rope, and the new rows of K and V into the pool.
 
-Contract: qkv T [R, (H + 2 Hkv) D], heads of q, then k, then v; constants float32 [2 D + ROT / 2]: weights of the q norm,
-of the k norm, then one frequency (radians a position) per rotated pair; pool T [2, Hkv, slots, D], K then V; meta and tree as in
-`rows`. Out: q T [R, H, D]. The pool is written in place: the kernel casts its const away, MLX does not see it, and
-whoever reads the new rows must take q (or something made from it) as an operand to come after the write.
-D is even. Rows round as MLX's own operations do: after the norm, after the input scale, after the rotation.
-A row depends on its own values and position alone.
+Contract: qkv T [R, (H + 2 Hkv) D], heads of q, then k, then v; constants float32 [2 D + ROT / 2]: weights of
+the q norm, of the k norm, then one frequency (radians a position) per rotated pair; pool T [2, Hkv, slots, D],
+K then V; meta and tree as in `rows`. Out: q T [R, H, D]. The pool is written in place: the kernel casts its
+const away, MLX does not see it, and whoever reads the new rows must take q (or something made from it) as an
+operand to come after the write. D is even. Rows round as MLX's own operations do: after the norm, after the
+input scale, after the rotation. A row depends on its own values and position alone.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ if (!is_v) {
   const float position = (float)(length + DEPTH(by));
   UNROLL for (int i = 0; i < each; i++) if (lane + 32 * i < ROT / 2) {
     const float angle = MUL(position, constants[2 * D + lane + 32 * i]), c = COS(angle), s = SIN(angle);
-    const float x = SCALED ? (float)(T)(a[i] * INPUT_SCALE) : a[i], y = SCALED ? (float)(T)(b[i] * INPUT_SCALE) : b[i];
+    const float x = SCALED ? (float)(T)(a[i] * INPUT_SCALE) : a[i];
+    const float y = SCALED ? (float)(T)(b[i] * INPUT_SCALE) : b[i];
     a[i] = FMA(x, c, -MUL(y, s));
     b[i] = FMA(x, s, MUL(y, c));
   }
@@ -68,7 +69,7 @@ class Heads:
     """The attention's shape and how its rows are turned.
 
     `rotated`: dimensions that rope turns, 0 for none; `traditional`: pairs are neighbours, else halves;
-    `input_scale`: what turned dimensions of q and k are multiplied with first; `norm_eps`: None where q and k are not normed.
+    `input_scale`: what turned dimensions of q and k are multiplied with first; `norm_eps`: None where no norm.
     """
 
     heads: int
@@ -80,7 +81,9 @@ class Heads:
     norm_eps: float | None = None
 
 
-def constants(heads: Heads, frequencies: mx.array | None, q_norm: mx.array | None, k_norm: mx.array | None) -> mx.array:
+def constants(
+    heads: Heads, frequencies: mx.array | None, q_norm: mx.array | None, k_norm: mx.array | None
+) -> mx.array:
     """The kernel's constants, float32 [2 D + rotated / 2]; norms T [D], frequencies [rotated / 2]."""
     parts = [mx.ones((heads.dim,)) if norm is None else norm.astype(mx.float32) for norm in (q_norm, k_norm)]
     if frequencies is not None:
@@ -100,7 +103,9 @@ def launch(  # noqa: PLR0917 - the operands of the contract, in its order
         ("EPS", number(eps or 0.0)),
         ("INPUT_SCALE", number(heads.input_scale)),
     )
-    operands = {"qkv": qkv, "constants": table, "pool": pool, "meta": meta} | ({} if tree is None else {"tree": tree})
+    operands = {"qkv": qkv, "constants": table, "pool": pool, "meta": meta} | (
+        {} if tree is None else {"tree": tree}
+    )
     kernel = Kernel("rope_write", tuple(operands), "q", BODY, words)
     template = (
         ("T", qkv.dtype),
@@ -114,7 +119,9 @@ def launch(  # noqa: PLR0917 - the operands of the contract, in its order
     )
     count = qkv.shape[0]
     groups = (-(-(heads.heads + 2 * heads.kv_heads) // 4), count, 1)
-    return Launch(kernel, tuple(operands.values()), template, groups, 128, (count, heads.heads, heads.dim), qkv.dtype)
+    return Launch(
+        kernel, tuple(operands.values()), template, groups, 128, (count, heads.heads, heads.dim), qkv.dtype
+    )
 
 
 def _turn(x: mx.array, angles: mx.array, heads: Heads) -> mx.array:
@@ -160,10 +167,10 @@ def rope_write(  # noqa: PLR0917 - as above
     *,
     use_kernel: bool | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """q T [R, H, D] and the pool with the new rows of K and V.
+    """The turned q T [R, H, D], and the pool with the new rows of K and V.
 
-    The kernel writes the pool it was given and returns it: take q as an operand before reading the new rows. The plain
-    operations (`use_kernel=False`) return a new pool.
+    The kernel writes the pool it was given and returns it: take q as an operand before reading the new rows. The
+    plain operations (`use_kernel=False`) return a new pool.
     """
     target = chosen(use_kernel)
     if target is None or heads.dim % 2:

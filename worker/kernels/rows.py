@@ -1,14 +1,15 @@
 """Where the rows of a forward stand, and which keys they see. Shared by the kernels that know positions.
 
 meta: int32 [1 + pages], at least 8 numbers: [len, block table...], len = rows of the sequence already in the pool.
-Row j of the forward is stored at the sequence's index len + j, that is at slot table[i // 32] * 32 + i % 32 for the index i.
+Row j of the forward is stored at the sequence's index len + j; the index i is slot table[i // 32] * 32 + i % 32.
 
-tree: None for a chain, where row j stands at position len + j and sees all rows before it. Otherwise int32 [2, 16],
-depths first: row j stands at position len + depth[j] and sees, of the new rows, those of its mask (bit i: row i is on
-the path of row j, itself included). Parents come before children, and depths along a path are 0, 1, 2, ...
+tree: None for a chain, where row j stands at position len + j and sees all rows before it. Otherwise int32 [2,
+16], depths first: row j stands at position len + depth[j] and sees, of the new rows, those of its mask (bit i:
+row i is on the path of row j, itself included). Parents come before children; depths along a path are 0, 1, 2,
+...
 
-Attention cuts the keys of a row at fixed absolute positions: pieces of `cut(position)` keys, a function of the row's own
-position alone, at most `SPLITS` of them.
+Attention cuts the keys of a row at fixed absolute positions: pieces of `cut(position)` keys, a function of the
+row's own position alone, at most `SPLITS` of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """SwiGLU of a packed projection.
 
-Contract: gate_up T [R, 2 N], the gate's columns first; out T [R, N] = silu(gate) * up, computed in float32 and rounded
-once. T is float32, float16 or bfloat16; N is a multiple of 8. A value depends on its own row alone.
+Contract: gate_up T [R, 2 N], the gate's columns first; out T [R, N] = silu(gate) * up, computed in float32 and
+rounded once. T is float32, float16 or bfloat16; N is a multiple of 8. A value depends on its own row alone.
 """
 
 from __future__ import annotations
