@@ -134,6 +134,7 @@ def _library(text: Text) -> ctypes.CDLL:
     made = CACHE / f"{digest}.so"
     if not made.exists():
         CACHE.mkdir(mode=0o700, exist_ok=True)
+        assert CACHE.stat().st_uid == os.getuid(), "nobody else's programs are run"
         written = CACHE / f"{digest}.{os.getpid()}.cpp"
         written.write_text(driver)
         building = written.with_suffix(".so")

@@ -144,22 +144,24 @@ def inside_tree(random, known, strangers, q, alone, start) -> None:
         same(out[row], alone[position])
 
 
+# The long forms go through the types in turn: an instance takes a second or two to compile.
 @pytest.mark.prove
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("dtype", TYPES)
-def test_the_whole_sweep_agrees_with_float64(dim: int, dtype: str) -> None:
+def test_the_whole_sweep_agrees_with_float64(dim: int) -> None:
     random = np.random.default_rng(dim)
-    for heads, kv_heads in ((4, 1), (6, 2)):
-        for count in range(1, 17):
-            lengths = random.choice([*EDGES, *LONG], 4)
-            for length in lengths:
-                check(Shape(heads, kv_heads, dim, dtype), int(length), None, count, int(length) + count)
-            check(Shape(heads, kv_heads, dim, dtype), int(lengths[0]), random_tree(random, count), count, count)
+    for count in range(1, 17):
+        shape = Shape(*((4, 1), (6, 2))[count % 2], dim, list(TYPES)[count % 3])
+        lengths = random.choice([*EDGES, *LONG], 6, replace=False)
+        for length in lengths:
+            check(shape, int(length), None, count, int(length) + count)
+        for length in lengths[:3]:
+            check(shape, int(length), random_tree(random, count), count, int(length) + count)
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [(64, "bfloat16"), (80, "float16"), (96, "bfloat16"), (128, "float32"), (256, "bfloat16")]
+)
 def test_bits_hold_for_every_row_count_start_and_many_trees(dim: int, dtype: str) -> None:
     for end in (40, 70, 530, 2052):
         invariance(Shape(6, 2, dim, dtype), end, counts=tuple(range(1, 17)), trees=12, seed=end)

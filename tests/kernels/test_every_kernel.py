@@ -62,7 +62,7 @@ EXAMPLES: dict[str, list[Callable[[], Launch]]] = {
     "swiglu": [lambda: swiglu.launch(some(2, 256))],
     "rope_write": [lambda: turn(None), lambda: turn(TREE)],
     "attention": [
-        lambda: attend(128, 8, None),
+        lambda: attend(128, 16, None),
         lambda: attend(128, 8, TREE),
         lambda: attend(256, 16, None),
         lambda: attend(80, 8, None),

@@ -11,7 +11,7 @@ from kernels import standin
 from kernels.oracle import TYPES, close, draw, same, wide
 
 from worker.kernels import matvec
-from worker.kernels.matvec import PLAIN, Affine, Extras
+from worker.kernels.matvec import Affine, Extras
 
 PACKINGS = [(bits, group) for bits in (4, 8) for group in (32, 64, 128)]
 
@@ -75,7 +75,7 @@ def check(shape: Shape, kind: str, seed: int) -> None:
         (Shape(3, 256, 33, "float32"), "residual"),
         (Shape(16, 96, 24, "float16"), "bias"),
         (Shape(2, 288, 40, "bfloat16"), "norm glu"),
-        (Shape(4, 64, 2100, "float32"), "norm bias"),
+        (Shape(4, 64, 2101, "float32"), "norm bias"),
         (Shape(1, 128, 48, "float32", (4, 32)), "norm"),
         (Shape(5, 576, 31, "bfloat16", (4, 64)), "residual"),
         (Shape(2, 1024, 24, "float16", (4, 128)), "norm glu"),
@@ -112,29 +112,29 @@ def test_bits_do_not_depend_on_the_other_rows(packing: tuple[int, int] | None) -
 
 def test_bits_do_not_depend_on_the_outputs_of_a_simdgroup() -> None:
     random = np.random.default_rng(4)
-    x, weight = draw(random, (2, 64), mx.float32), draw(random, (4200, 64), mx.float32)
-    launches = [matvec.launch(x, weight[:lines]) for lines in (40, 2100, 4200)]
+    x, weight = draw(random, (2, 64), mx.float32), draw(random, (4203, 64), mx.float32)
+    launches = [matvec.launch(x, weight[:lines]) for lines in (40, 2101, 4203)]
     assert len({dict(one.template)["OUTPUTS"] for one in launches}) == 3
     outs = [standin.run(one)[0] for one in launches]
     same(outs[1][:, :40], outs[0])
     same(outs[2][:, :40], outs[0])
 
 
+KINDS = (("plain", 128, 33), ("norm residual", 640, 24), ("norm glu", 1024, 24), ("norm bias", 1536, 2051))
+
+
+# The long forms go through the types in turn: each instance has to be compiled.
 @pytest.mark.prove
 @pytest.mark.parametrize("packing", [None, *PACKINGS])
-@pytest.mark.parametrize("dtype", TYPES)
-def test_the_whole_sweep_agrees_with_float64(packing: tuple[int, int] | None, dtype: str) -> None:
+def test_the_whole_sweep_agrees_with_float64(packing: tuple[int, int] | None) -> None:
     for rows in range(1, 17):
-        for kind, width, outputs in (
-            ("plain", 128, 33), ("norm residual", 640, 24), ("norm glu", 1024, 24), ("norm bias", 1536, 2050),
-        ):  # fmt: skip
-            check(Shape(rows, width, outputs, dtype, packing), kind, rows)
+        for turn in range(2):
+            kind, width, outputs = KINDS[(rows + 2 * turn + rows // 4) % 4]
+            check(Shape(rows, width, outputs, list(TYPES)[(rows + turn) % 3], packing), kind, rows)
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("packing", [None, *PACKINGS])
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("packing", "dtype"), zip([None, None, None, *PACKINGS], [*TYPES] * 3, strict=True))
 def test_bits_hold_for_every_row_count(packing: tuple[int, int] | None, dtype: str) -> None:
-    for kind in ("norm residual", "norm glu", "plain"):
-        invariance(Shape(1, 640, 40, dtype, packing), kind, tuple(range(2, 17)))
-    assert PLAIN.norm is None
+    kind = "norm glu" if packing in (None, (4, 64), (8, 32)) else "norm residual"
+    invariance(Shape(1, 640, 40, dtype, packing), kind, tuple(range(2, 17)))

@@ -154,12 +154,9 @@ def test_bits_depend_on_row_and_position_alone() -> None:
 
 @pytest.mark.prove
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("dtype", TYPES)
-def test_the_whole_sweep_agrees_with_float64(dim: int, dtype: str) -> None:
+def test_the_whole_sweep_agrees_with_float64(dim: int) -> None:
     for count in range(1, 17):
         for length in (0, 1, 31, 32, 33, 255, 256, 257, 1023):
-            for norm_eps, traditional in ((None, False), (1e-6, True)):
-                heads = Heads(
-                    heads=4, kv_heads=2, dim=dim, rotated=dim, norm_eps=norm_eps, traditional=traditional
-                )
-                check(Case(heads, dtype, length, count, tree=count % 2 == 0), seed=length)
+            norm_eps, traditional = ((None, False), (1e-6, True))[length % 2]
+            heads = Heads(heads=4, kv_heads=2, dim=dim, rotated=dim, norm_eps=norm_eps, traditional=traditional)
+            check(Case(heads, list(TYPES)[count % 3], length, count, tree=count % 2 == 0), seed=length)

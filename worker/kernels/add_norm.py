@@ -37,7 +37,7 @@ for (int c = tid * 8; c < K; c += GROUP * 8) {
   float w[8];
   load8(weight + c, w);
   UNROLL for (int j = 0; j < 8; j++)
-    out[(long)ROWS * K + row + c + j] = (T)((float)(T)((float)out[row + c + j] * scale) * w[j]);
+    out[(long)x_shape[0] * K + row + c + j] = (T)((float)(T)((float)out[row + c + j] * scale) * w[j]);
 }
 """
 
@@ -47,7 +47,7 @@ def launch(x: mx.array, delta: mx.array, weight: mx.array, eps: float) -> Launch
     rows, width = x.shape
     threads = min(256, -(-width // 256) * 32)
     kernel = Kernel("add_norm", ("x", "delta", "weight"), "out", BODY, (("EPS", number(eps)),))
-    template = (("T", x.dtype), ("K", width), ("ROWS", rows), ("GROUP", threads))
+    template = (("T", x.dtype), ("K", width), ("GROUP", threads))
     return Launch(kernel, (x, delta, weight), template, (rows, 1, 1), threads, (2, rows, width), x.dtype)
 
 
