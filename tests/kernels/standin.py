@@ -16,7 +16,7 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -62,39 +62,24 @@ class Text:
         return [line.strip() for line in signature[1].split(",\n")]
 
 
+_TEXTS: dict[tuple, Text] = {}
+
+
 def metal_text(launch: Launch) -> Text:
-    """The text for *launch*, from MLX."""
-    small = tuple(array.size < 8 for array in launch.arrays)
-    return _metal_text(_Instance(launch, (launch.kernel, launch.template, _types(launch), small, launch.dtype)))
+    """The text for *launch*, from MLX; asked for once where nothing that it depends on differs."""
+    operands = tuple((str(array.dtype), array.ndim, array.size < 8) for array in launch.arrays)
+    key = (launch.kernel, str(launch.template), operands, str(launch.dtype))
+    if key not in _TEXTS:
+        _TEXTS[key] = _exported(launch)
+    return _TEXTS[key]
 
 
-class _Instance:
-    """A launch that equals another one if MLX generates the same text for both."""
-
-    def __init__(self, launch: Launch, key: tuple) -> None:
-        self.launch, self._key = launch, (*key[:1], str(key[1:]))
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Instance) and self._key == other._key
-
-
-def _types(launch: Launch) -> tuple:
-    return tuple((str(array.dtype), array.ndim) for array in launch.arrays)
-
-
-@cache
-def _metal_text(instance: _Instance) -> Text:
-    launch = instance.launch
+def _exported(launch: Launch) -> Text:
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/graph"
 
         def graph(*arrays: mx.array) -> mx.array:
-            return Launch(
-                launch.kernel, arrays, launch.template, launch.groups, launch.threads, launch.shape, launch.dtype
-            ).run("metal")
+            return replace(launch, arrays=arrays).run("metal")
 
         mx.export_function(path, graph, *launch.arrays)
         data = Path(path).read_bytes()
