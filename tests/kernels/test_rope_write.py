@@ -43,14 +43,14 @@ class Case:
 
 
 def turn(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray, heads: Heads) -> np.ndarray:
-    """Rope of x [R, n, D] in float64."""
+    """Rope of x [R, n, D] in float64, of angles that are float32: at long positions their rounding is the larger part."""
     out, half = x.copy(), heads.rotated // 2
     at = (
         (np.arange(half) * 2, np.arange(half) * 2 + 1)
         if heads.traditional
         else (np.arange(half), np.arange(half) + half)
     )
-    angles = positions[:, None, None] * frequencies
+    angles = (positions[:, None, None].astype(np.float32) * frequencies).astype(np.float64)
     a, b = (x[..., place] * heads.input_scale for place in at)
     out[..., at[0]], out[..., at[1]] = (
         a * np.cos(angles) - b * np.sin(angles),

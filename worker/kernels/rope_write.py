@@ -4,8 +4,8 @@ Contract: qkv T [R, (H + 2 Hkv) D], heads of q, then k, then v; constants float3
 the q norm, of the k norm, then one frequency (radians a position) per rotated pair; pool T [2, Hkv, slots, D],
 K then V; meta and tree as in `rows`. Out: q T [R, H, D]. The pool is written in place: the kernel casts its
 const away, MLX does not see it, and whoever reads the new rows must take q (or something made from it) as an
-operand to come after the write. D is even. Rows round as MLX's own operations do: after the norm, after the
-input scale, after the rotation. A row depends on its own values and position alone.
+operand to come after the write. D is even; angles are float32. Rows round as MLX's own operations do: after the
+norm, after the input scale, after the rotation. A row depends on its own values and position alone.
 """
 
 from __future__ import annotations
