@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import uuid
+from collections.abc import Iterator
 from typing import Self
 
 import zmq
@@ -10,6 +12,8 @@ import zmq
 from mtplx import wire
 from mtplx.job import Job
 from mtplx.messages import FROM_WORKER, Accepted, Error, Fail, Final, Message, Ready, Run, WorkerBeat, WorkerChunk
+
+LIMIT_S = 20.0
 
 
 class BareBroker:
@@ -37,20 +41,22 @@ class BareBroker:
             self.peer = peer
         return peer, message
 
+    def _heard(self) -> Iterator[tuple[bytes, Message]]:
+        # Beats may go on for ever.
+        ends = time.monotonic() + LIMIT_S
+        while time.monotonic() < ends:
+            yield self.hear()
+        raise AssertionError("what was waited for did not come")
+
     def expect(self, kind: type[Message]):
         """The next message, beats aside, which must be of *kind*."""
-        while True:
-            message = self.hear()[1]
-            if isinstance(message, kind):
-                return message
-            assert isinstance(message, WorkerBeat), message
+        message = next(one for _, one in self._heard() if isinstance(one, kind) or not isinstance(one, WorkerBeat))
+        assert isinstance(message, kind), message
+        return message
 
     def beat(self) -> tuple[bytes, WorkerBeat]:
         """The next beat, and the connection it came over."""
-        while True:
-            peer, message = self.hear()
-            if isinstance(message, WorkerBeat):
-                return peer, message
+        return next((peer, message) for peer, message in self._heard() if isinstance(message, WorkerBeat))
 
     def say(self, message: Message, peer: bytes | None = None) -> None:
         self.socket.send_multipart([peer or self.peer, *wire.encode(message)])
@@ -76,7 +82,9 @@ class BareBroker:
     def answer(self) -> tuple[list[WorkerChunk], Final | Fail]:
         """All chunks up to the last word, and that."""
         chunks = []
-        while not isinstance(message := self.hear()[1], Final | Fail):
+        for _, message in self._heard():
+            if isinstance(message, Final | Fail):
+                break
             if isinstance(message, WorkerChunk):
                 chunks.append(message)
         return chunks, message
