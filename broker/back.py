@@ -14,10 +14,12 @@ from broker.moves import Move, Phase
 from broker.record import Answer, Now, Piece, Record, Run
 from mtplx import messages as m
 from mtplx.errors import CODES, WireError
-from mtplx.job import ModelLimits
+from mtplx.job import MAX_INT, ModelLimits
 
 OF_A_JOB: Final = (m.WorkerChunk, m.Final, m.Fail)
 FINISH_REASONS: Final = ("stop", "length", "cancelled")
+# Rule 6 of docs/protocol.md: with these an ERROR answers a message and ends no job.
+NO_LAST_WORDS: Final = ("E_PROTOCOL", "E_TOO_LARGE", "E_CONFLICT")
 LOSSES: Final = {
     "exited": "ended or crashed",
     "silent": "fell silent",
@@ -61,8 +63,7 @@ class Back:
         elif isinstance(message, m.WorkerBeat):
             self._beat(route, message, now)
         elif isinstance(message, m.WorkerBye):
-            if self.worker is not None and self.worker.ready.worker_id == message.worker_id:
-                self.lose("left", now)
+            self._bye(route, message, now)
         elif self._holds_lease(route, message):
             self._of_running_job(message, now)
         else:
@@ -93,19 +94,15 @@ class Back:
         record = self._jobs.gate.slot
         if record is None:
             return
-        if record.phase is Phase.CANCELLING:
-            last_word = record.cancel_reason or words.cancelled(record, now)
-        else:
-            last_word = words.worker_lost(record, LOSSES[reason])
         self._jobs.gate.note("worker_lost", record.id, now, reason=reason)
-        self._jobs.end(record, last_word, now)
+        self._jobs.end(record, _unless_cancelled(record, words.worker_lost(record, LOSSES[reason]), now), now)
 
     # --- what the machine asks for
 
     def dispatch(self, now: Now) -> None:
         """Hand the first of the line to the worker, if both are there."""
         record = self._jobs.gate.first()
-        while self.worker is not None and record is not None:
+        while self.worker is not None and not self.worker.leaving and record is not None:
             if record.checked != self.generation and not self._recheck(record, now):
                 record = self._jobs.gate.first()
                 continue
@@ -175,6 +172,13 @@ class Back:
     # --- messages
 
     def _ready(self, route: bytes, message: m.Ready, now: Now) -> None:
+        beat_ms = int(1000 * self._jobs.settings.beat_s)
+        accepted = m.Accepted(self._identity.boot_id, beat_ms, message.epoch)
+        if self.worker is not None and self.worker.route == route and self.worker.ready == message:
+            # Sent before our answer was read: nothing began anew, and the job in its pipe is still its job.
+            self.worker.heard(now.mono, progressed=False)
+            self.outgoing.append((route, accepted))
+            return
         refusal = self._refusal(route, message)
         if refusal is not None:
             self._jobs.counters["workers_refused"] += 1
@@ -186,8 +190,7 @@ class Back:
         self.worker = LiveWorker(route, message, self.generation, now.mono, now.mono)
         self.limits = ModelLimits(message.vocabulary, message.context)
         self._jobs.counters["workers_accepted"] += 1
-        beat_ms = int(1000 * self._jobs.settings.beat_s)
-        self.outgoing.append((route, m.Accepted(self._identity.boot_id, beat_ms)))
+        self.outgoing.append((route, accepted))
 
     def _refusal(self, route: bytes, message: m.Ready) -> m.Error | None:
         ours = str(self._jobs.settings.scheduler_mode)
@@ -198,6 +201,8 @@ class Back:
                 "start both with the same --scheduler-mode.",
                 detail={"broker": ours, "worker": message.mode[:32]},
             )
+        if message.vocabulary > MAX_INT or message.context > MAX_INT:
+            return words.coded("E_PROTOCOL", f"A model has at most {MAX_INT} ids and positions; READY tells more.")
         live = self.worker
         if live is not None and live.route != route and live.ready.worker_id != message.worker_id:
             return words.coded(
@@ -207,11 +212,26 @@ class Back:
             )
         return None
 
+    def _bye(self, route: bytes, message: m.WorkerBye, now: Now) -> None:
+        worker = self.worker
+        if worker is not None and worker.ready.worker_id == message.worker_id and not worker.leaving:
+            worker.leaving = True
+            self._jobs.counters["workers_leaving"] += 1
+            self._let_go(now)
+        # It goes when it reads this: a RUN that crossed its BYE lies before it in the pipe.
+        self.outgoing.append((route, m.Quiet()))
+
+    def _let_go(self, now: Now) -> None:
+        if self.worker is not None and self.worker.leaving and self._jobs.gate.slot is None:
+            self.lose("left", now)
+
     def _beat(self, route: bytes, message: m.WorkerBeat, now: Now) -> None:
         worker = self.worker
         if worker is None or worker.ready.worker_id != message.worker_id:
             text = "The broker does not know this worker; send READY again."
-            self.outgoing.append((route, words.coded("E_UNKNOWN_WORKER", text)))
+            # The epoch lets the worker see whether this answer is older than its last READY.
+            unknown = words.coded("E_UNKNOWN_WORKER", text, detail={"epoch": message.epoch})
+            self.outgoing.append((route, unknown))
             return
         worker.heard(now.mono, progressed=message.progress != worker.progress)
         worker.progress = message.progress
@@ -240,6 +260,7 @@ class Back:
             self._final(record, message, now)
         elif isinstance(message, m.Fail):
             self._fail(record, message, now)
+        self._let_go(now)
 
     def _chunk(self, record: Record, message: m.WorkerChunk, now: Now) -> None:
         if not self._follows(record, message):
@@ -261,6 +282,7 @@ class Back:
             message.first == record.tokens
             and message.n == len(ids) > 0
             and max(ids) < (self.limits.vocabulary if self.limits else 0)
+            and (message.logprobs is None or len(message.logprobs) == len(ids))
         )
 
     def _final(self, record: Record, message: m.Final, now: Now) -> None:
@@ -268,17 +290,24 @@ class Back:
         if message.finish_reason not in FINISH_REASONS:
             self.lose("broken", now)
             return
-        if message.finish_reason == "cancelled" and record.cancel_reason is not None:
-            self._jobs.end(record, record.cancel_reason, now)
-            return
+        if message.finish_reason == "cancelled":
+            if record.phase is not Phase.CANCELLING:
+                self._jobs.end(record, words.worker_lost(record, "gave up"), now)
+                return
+            if record.cancel_reason is not None:
+                self._jobs.end(record, record.cancel_reason, now)
+                return
         self._jobs.end(record, words.done(record, message, self.worker.ready.model), now)
 
     def _fail(self, record: Record, message: m.Fail, now: Now) -> None:
-        code = message.code if message.code in CODES else "E_INTERNAL"
+        # A code that answers a faulty message would leave the producer waiting for the job's last word.
+        code = message.code if message.code in CODES and message.code not in NO_LAST_WORDS else "E_INTERNAL"
         last_word = m.Error(
             code, message.message, CODES[code].retryable, record.id, None, message.field, message.detail
         )
-        self._jobs.end(record, last_word, now)
+        # A leaving worker's limit and a cancel may cross.
+        lost = code == "E_WORKER_LOST"
+        self._jobs.end(record, _unless_cancelled(record, last_word, now) if lost else last_word, now)
 
     def _recheck(self, record: Record, now: Now) -> bool:
         try:
@@ -288,3 +317,10 @@ class Back:
             return False
         record.checked = self.generation
         return True
+
+
+def _unless_cancelled(record: Record, last_word: m.Error, now: Now) -> m.Done | m.Error:
+    """A job that was to end anyway ends as it was to, whatever becomes of its worker."""
+    if record.phase is Phase.CANCELLING:
+        return record.cancel_reason or words.cancelled(record, now)
+    return last_word

@@ -13,6 +13,7 @@ class LiveWorker:
 
     generation counts accepted READYs, so that a job is checked once against each worker's limits.
     progress is the worker's own counter, which grows with every prefill chunk and token.
+    leaving: it said BYE and gets no further job.
     """
 
     route: bytes
@@ -24,6 +25,7 @@ class LiveWorker:
     phase: str = "idle"
     done: int = 0
     total: int = 0
+    leaving: bool = False
 
     def heard(self, now: float, *, progressed: bool) -> None:
         """Note a message from the worker."""

@@ -40,6 +40,8 @@ MAX_FAILED_TURNS: Final = 20
 # libzmq may report a broken connection a moment before it refuses to send on it.
 PROBE_AGAIN_S: Final = 0.05
 RETRY_S: Final = 0.01
+# How long the broker reads what a worker that is gone has left in its pipe.
+LAST_WORDS_FOR_S: Final = 0.25
 
 # Plain numbers: pyzmq's enums cost more than the calls they are handed to.
 RECEIVE_NOW: Final = int(zmq.NOBLOCK)
@@ -178,15 +180,16 @@ class Loop:
             log.exception("spans could not be built")
             self._machine.jobs.counters["trace_errors"] += 1
 
-    def _receive(self, socket: zmq.Socket[bytes], handle: Callable[[bytes, list[bytes]], None]) -> None:
+    def _receive(self, socket: zmq.Socket[bytes], handle: Callable[[bytes, list[bytes]], None]) -> bool:
+        """Read for a while; False where nothing is left."""
         until = time.monotonic() + RECEIVE_FOR_S
         for _ in range(MAX_PER_TURN):
             if time.monotonic() >= until:
-                return
+                return True
             try:
                 route, *frames = _frames(socket)
             except zmq.Again:
-                return
+                return False
             try:
                 handle(route, frames)
             except Exception:
@@ -196,6 +199,7 @@ class Loop:
                 if socket is self._front:
                     fault = words.coded("E_INTERNAL", "The broker failed on this message; see its log.")
                     self._machine.jobs.tell(route, fault)
+        return True
 
     def _on_client_frames(self, route: bytes, frames: list[bytes]) -> None:
         try:
@@ -245,7 +249,15 @@ class Loop:
             if sent is None:
                 self._machine.jobs.counters["worker_messages_dropped"] += 1
             elif not sent:
+                self._read_last_words(route)
                 self._machine.back.on_unreachable(route, now())
+
+    def _read_last_words(self, route: bytes) -> None:
+        # A worker that says FINAL or FAIL and goes at once may be found gone before these are read.
+        until = time.monotonic() + LAST_WORDS_FOR_S
+        while self._machine.back.is_worker(route) and time.monotonic() < until:
+            if not self._receive(self._back, self._on_worker_frames):
+                return
 
     def _send_to_clients(self) -> None:
         outboxes = self._machine.jobs.outboxes

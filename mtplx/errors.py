@@ -62,7 +62,7 @@ CODES: dict[str, Code] = {
     "E_WORKER_LOST": Code("worker", True, "The worker died while it ran this job; submit under a new id."),
     "E_NUMERIC": Code("worker", False, "The model produced NaN or infinite logits."),
     "E_INTERNAL": Code("worker", True, "A fault in mtplx; the log of the program says more."),
-    "E_WORKER_EXISTS": Code("worker", True, "Another worker is live; a broker takes one at a time."),
+    "E_WORKER_EXISTS": Code("worker", False, "Another worker is live; a broker takes one at a time."),
     "E_WORKER_MODE": Code("worker", False, "Worker and broker disagree on the scheduler mode."),
     "E_UNKNOWN_WORKER": Code("worker", True, "The broker does not know this worker; send READY again."),
 }

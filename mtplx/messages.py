@@ -20,11 +20,13 @@ from mtplx.fields import (
     Attempt,
     Count,
     Credit,
+    Epoch,
     First,
     Headers,
     JobId,
     Lease,
     LogprobsField,
+    Speculation,
     Text,
     TokenIds,
     Wire,
@@ -264,9 +266,8 @@ class Ready(Message):
     model: Annotated[str, STR, "Name of the loaded model."]
     vocabulary: Annotated[int, UINT, "Token ids are below this."]
     context: Annotated[int, UINT, "Positions of the model, prompt and answer together."]
-    info: Annotated[
-        dict[str, Any], Wire.MAP, "For health: `device`, `dtype`, `row_invariant`, `width_executor`, `versions`."
-    ]
+    info: Annotated[dict[str, Any], Wire.MAP, "For health: `device`, `dtype`, `row_invariant`, `versions` etc."]
+    epoch: Epoch = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,9 +302,7 @@ class Final(Message):
     sha256: Annotated[str, STR, BODY, "As in DONE."]
     route: Annotated[str, STR, BODY, "`serial_b1`, or the width executor's name."]
     row_invariant: Annotated[bool, BOOL, BODY, "Whether rows are computed alike for every width."]
-    speculation: Annotated[
-        dict[str, Any], Wire.MAP, BODY, "`drafted`, `accepted_by_depth`, `verify_forwards`, `widths`."
-    ]
+    speculation: Speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,11 +330,12 @@ class WorkerBeat(Message):
     phase: Annotated[str, STR, "`idle`, `prefill` or `decode`."] = "idle"
     done: Annotated[int, UINT, "As in PROGRESS."] = 0
     total: Annotated[int, UINT, "As in PROGRESS."] = 0
+    epoch: Epoch = 0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerBye(Message):
-    """The worker leaves in order."""
+    """The worker leaves after the job it runs, if any; answered by QUIET."""
 
     KIND: ClassVar[int] = 0x26
     worker_id: Annotated[bytes, ID, "As in READY."]
@@ -367,7 +367,7 @@ class CancelRun(Message):
 
 @dataclass(frozen=True, slots=True)
 class Quiet(Message):
-    """No more jobs will come: the broker stops."""
+    """No more jobs will come: the broker stops, or the worker said BYE."""
 
     KIND: ClassVar[int] = 0xA3
 
@@ -386,6 +386,7 @@ class Accepted(Message):
     KIND: ClassVar[int] = 0xA5
     boot_id: Annotated[bytes, ID, "As in WELCOME."]
     beat_ms: Annotated[int, UINT, "How often the worker must beat."]
+    epoch: Epoch = 0
 
 
 def _table(*kinds: type[Message]) -> dict[int, type[Message]]:

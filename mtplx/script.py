@@ -14,7 +14,8 @@ import msgpack
 
 from mtplx import wire
 from mtplx.job import Job
-from mtplx.messages import MAGIC, Run, WorkerChunk
+from mtplx.messages import MAGIC, Final, Run, WorkerChunk
+from mtplx.trajectory import trajectory_sha256
 
 
 class Fault(StrEnum):
@@ -122,3 +123,22 @@ def chunks(run: Run, answer: Answer, per_chunk: int) -> Iterator[tuple[int, list
 def chunk_of(run: Run, lease: int, first: int) -> list[bytes]:
     """The frames of a chunk that a well-behaved worker would not send."""
     return wire.encode(WorkerChunk(run.id, run.attempt, lease, first, 1, (0,), "?"))
+
+
+def final_of(run: Run, job: Job, ids: tuple[int, ...], reason: str, spent: tuple[float, float]) -> Final:
+    """The FINAL of an attempt; *spent* are its seconds of prefill and decode."""
+    return Final(
+        id=run.id,
+        attempt=run.attempt,
+        lease=run.lease,
+        finish_reason=reason,
+        prompt_tokens=len(prompt_words(job)),
+        cached_tokens=0,
+        max_tokens_used=job.max_tokens,
+        prefill_s=spent[0],
+        decode_s=spent[1],
+        sha256=trajectory_sha256(ids),
+        route="serial_b1",
+        row_invariant=True,
+        speculation={"drafted": 0, "accepted_by_depth": [], "verify_forwards": 0, "widths": {"1": len(ids)}},
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -20,13 +19,16 @@ from mtplx import messages as m
 from mtplx import wire
 from mtplx.errors import Exit
 from mtplx.job import Job
-from mtplx.script import Fault, Script, answer_of, chunk_of, chunks, encoded, prompt_words
+from mtplx.script import Fault, Script, answer_of, chunk_of, chunks, encoded, final_of, prompt_words
 from mtplx.sockets import worker_dealer
-from mtplx.trajectory import trajectory_sha256
 
 # How long a waiting worker may take to see that it was told to stop.
 LOOK_MS: Final = 20
-FIRST_BEAT_S: Final = 1.0
+FIRST_BEAT_S: Final = 0.1
+# READY is repeated where no answer came: it may have been lost with its connection.
+READY_AGAIN_S: Final = 1.0
+# How long a leaving worker waits for QUIET from a broker that says nothing.
+LEAVE_S: Final = 0.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +60,7 @@ class Event(NamedTuple):
 
 
 class _Dropped(Exception):  # noqa: N818 - a way out of the run, no error
-    """The attempt ends without a word: stopped, or unknown to the broker."""
+    """The attempt ends here: stopped, or unknown to the broker."""
 
 
 class ScriptedWorker:
@@ -67,6 +69,7 @@ class ScriptedWorker:
     script: one script for all jobs, or a function of RUN and job.
     log_file: where each event is also written as a JSON line.
     own_process: let ABORT and EXIT end the process.
+    drain_s: how long the running job may go on once the worker is told to stop.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class ScriptedWorker:
         persona: Persona = Persona(),
         log_file: Path | None = None,
         own_process: bool = False,
+        drain_s: float = 0.0,
     ) -> None:
         self.back = back
         self.persona = persona
@@ -87,12 +91,16 @@ class ScriptedWorker:
         self._own_process = own_process
         self._log_file = log_file.open("a") if log_file else None
         self._grew = threading.Condition()
-        # A plain flag: a signal handler sets it, in the middle of any line.
-        self._stopped = False
-        self._beats_end, self._unknown, self._mute = threading.Event(), threading.Event(), threading.Event()
+        self._drain_s = drain_s
+        # Plain flags: `stop` may come in a signal handler, which must take no lock.
+        self._told = self._mute = self._quiet = self._said_bye = False
         self._farewell = True
+        self._ended = threading.Event()
+        # The READY said last, the one accepted, and the latest of which the broker knew nothing.
+        self._epoch = self._accepted = self._unknown = 0
         self._beat_s = FIRST_BEAT_S
         self._progress = 0
+        self._drain_until = self._again_at = 0.0
         self._now: tuple[str, int | None, int, int] = ("idle", None, 0, 0)  # phase, lease, done, total
         self._thread = threading.Thread(target=self.serve, name="scripted-worker", daemon=True)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -109,7 +117,7 @@ class ScriptedWorker:
 
     def stop(self) -> None:
         """End with BYE, as a worker does on SIGTERM; safe to call twice, and in a signal handler of `serve`."""
-        self._stopped = True
+        self._told = True
         if self._thread.ident is not None:
             self._thread.join()
 
@@ -138,19 +146,16 @@ class ScriptedWorker:
         beats = threading.Thread(target=self._beat, name="scripted-beats", daemon=True)
         beats.start()
         try:
-            self._say_ready()
-            while not self._stopped:
-                if self._unknown.is_set():
+            while not self._told:
+                if self._disowned and (self._accepted or time.monotonic() >= self._again_at):
                     self._say_ready()
-                if self._socket.poll(LOOK_MS):
-                    self._obey(self._receive())
+                self._listen()
+            self._leave()
         except _Dropped:
             pass
         finally:
-            self._beats_end.set()
-            if self._farewell and self.refused is None:
-                self._note("bye")
-                self._try_send(self._socket, m.WorkerBye(self.worker_id))
+            self._told = True
+            self._ended.set()
             self._socket.close(linger=500 if self._farewell else 0)
             beats.join()
             self._context.term()
@@ -167,36 +172,47 @@ class ScriptedWorker:
             self._log_file.flush()
 
     def _say_ready(self) -> None:
-        self._unknown.clear()
-        who = self.persona
-        self._send(
-            m.Ready(
-                worker_id=self.worker_id,
-                pid=os.getpid(),
-                mode=who.mode,
-                stage=who.stage,
-                model=who.model,
-                vocabulary=who.vocabulary,
-                context=who.context,
-                info=who.info,
-            )
-        )
+        if self._accepted or not self._epoch:
+            self._epoch, self._accepted = self._epoch + 1, 0
+        self._again_at = time.monotonic() + READY_AGAIN_S
+        who = dataclasses.asdict(self.persona)
+        self._send(m.Ready(worker_id=self.worker_id, pid=os.getpid(), epoch=self._epoch, **who))
         self._note("ready")
+
+    @property
+    def _disowned(self) -> bool:
+        return self._accepted in (0, self._unknown)
+
+    def _listen(self) -> None:
+        if self._socket.poll(LOOK_MS):
+            self._obey(self._receive())
+
+    def _say_bye(self) -> None:
+        if self._farewell and not self._said_bye:
+            self._said_bye = self._try_send(self._socket, m.WorkerBye(self.worker_id))
+            self._note("bye")
+
+    def _leave(self) -> None:
+        """Say BYE and wait for QUIET: a job that crossed the BYE is still taken."""
+        self._say_bye()
+        ends = time.monotonic() + LEAVE_S
+        while self._said_bye and not self._quiet and time.monotonic() < ends:
+            self._listen()
 
     def _obey(self, message: m.Message) -> None:
         match message:
-            case m.Run():
+            case m.Run() if not self._disowned:
                 self._run(message)
-            case m.Accepted():
-                self._beat_s = message.beat_ms / 1000
+            case m.Accepted() if message.epoch == self._epoch != self._accepted:
+                self._beat_s, self._quiet = message.beat_ms / 1000, False
+                self._accepted = message.epoch
                 self._note("accepted")
-            case m.Error(code="E_UNKNOWN_WORKER"):
-                self._unknown.set()
-            case m.Error():
+            case m.Error(retryable=False):
                 self.refused = message
                 self._note("refused")
                 raise _Dropped
             case m.Quiet():
+                self._quiet = True
                 self._note("quiet")
 
     def _receive(self) -> m.Message:
@@ -212,7 +228,7 @@ class ScriptedWorker:
                 # Frame by frame costs a third of send_multipart; only the first can find the pipe full.
                 send(frames[0], zmq.NOBLOCK | zmq.SNDMORE)
             except zmq.Again:
-                if self._stopped or self._unknown.is_set():
+                if self._told or self._accepted == self._unknown != 0:
                     raise _Dropped from None
                 self._socket.poll(LOOK_MS, zmq.POLLOUT)
             else:
@@ -222,23 +238,28 @@ class ScriptedWorker:
         send(frames[-1])
 
     @staticmethod
-    def _try_send(socket: zmq.Socket[bytes], message: m.Message) -> None:
-        with contextlib.suppress(zmq.Again):  # nobody is there to hear it
+    def _try_send(socket: zmq.Socket[bytes], message: m.Message) -> bool:
+        try:
             socket.send_multipart(wire.encode(message), zmq.NOBLOCK)
+        except zmq.Again:  # nobody is there to hear it
+            return False
+        return True
 
     def _beat(self) -> None:
         # A connection of its own: sockets belong to one thread, and a busy main thread must not stop the beats.
         with worker_dealer(self._context, self.back) as socket:
-            while not self._beats_end.wait(self._beat_s):
-                if self._mute.is_set():
+            while not self._ended.wait(self._beat_s):
+                epoch, (phase, lease, done, total) = self._accepted, self._now
+                if self._mute or epoch == 0:
                     continue
-                phase, lease, done, total = self._now
-                self._try_send(socket, m.WorkerBeat(self.worker_id, self._progress, lease, phase, done, total))
+                self._try_send(
+                    socket, m.WorkerBeat(self.worker_id, self._progress, lease, phase, done, total, epoch)
+                )
                 while socket.poll(0):
                     answer = wire.decode(socket.recv_multipart(), m.TO_WORKER)
                     if isinstance(answer, m.Error) and answer.code == "E_UNKNOWN_WORKER":
                         self._note("unknown")
-                        self._unknown.set()
+                        self._unknown = (answer.detail or {}).get("epoch", 0)
 
     # --- one job
 
@@ -249,9 +270,19 @@ class ScriptedWorker:
         try:
             self._attempt(run, job, Script.of_job(job, script))
         except _Dropped:
-            self._note("drop", run)
+            self._drop(run)
         finally:
             self._now = ("idle", None, 0, 0)
+
+    def _drop(self, run: m.Run) -> None:
+        if self._told and self._farewell and not self._disowned:
+            # As the real worker at its drain limit: nobody cancelled the job.
+            self._say_bye()
+            why = "The worker was stopped; submit the job under a new id."
+            self._try_send(self._socket, m.Fail(run.id, run.attempt, run.lease, "E_WORKER_LOST", why))
+            self._note("fail", run)
+        else:
+            self._note("drop", run)
 
     def _attempt(self, run: m.Run, job: Job, script: Script) -> None:
         answer = encoded(*answer_of(job, script, self.persona.vocabulary), script.per_chunk, job.logprobs)
@@ -285,7 +316,7 @@ class ScriptedWorker:
         reason = "cancelled" if cancelled else script.finish_reason
         reason = reason or ("length" if sent == job.max_tokens else "stop")
         spent = (first_at - begun, time.monotonic() - first_at)
-        self._send(_final(run, job, answer.ids[:sent], reason, spent))
+        self._send(final_of(run, job, answer.ids[:sent], reason, spent))
         self._note("final", run, sent)
 
     def _prefill(self, run: m.Run, script: Script, prompt: int) -> bool:
@@ -304,7 +335,7 @@ class ScriptedWorker:
         """Wait until *due* while listening; True as soon as a cancel of this lease is read."""
         while True:
             left = due - time.monotonic()
-            if self._stopped or self._unknown.is_set():
+            if self._disowned or self._over():
                 raise _Dropped
             # Whole milliseconds in the poll, the rest in a sleep; no call at all when it is due.
             if left > 0 and not self._socket.poll(min(int(left * 1000), LOOK_MS)) and left < 0.001:
@@ -321,50 +352,39 @@ class ScriptedWorker:
             if due - time.monotonic() <= 0:
                 return False
 
+    def _over(self) -> bool:
+        """Whether the drain limit has passed; BYE is said when it begins."""
+        if not self._told:
+            return False
+        if not self._said_bye:
+            self._say_bye()
+            self._drain_until = time.monotonic() + self._drain_s
+        return time.monotonic() >= self._drain_until
+
     def _fault(self, run: m.Run, script: Script, tokens: int) -> bool:
         """Do the script's fault; True where the attempt ends with it."""
         self._note("fault", run, tokens)
         match script.fault:
             case Fault.ABORT | Fault.EXIT if not self._own_process:
                 self._farewell = False
-                self._stopped = True
+                self._told = True
                 raise _Dropped
             case Fault.ABORT:
                 os.abort()
             case Fault.EXIT:
                 os._exit(Exit.FAILED)
             case Fault.FAIL:
-                self._send(
-                    m.Fail(run.id, run.attempt, run.lease, script.fail_code, "The script asked for this failure.")
-                )
+                self._send(m.Fail(run.id, run.attempt, run.lease, script.fail_code, "The script asked for it."))
                 self._note("fail", run, tokens)
                 return True
             case Fault.HANG | Fault.SILENT:
-                if script.fault is Fault.SILENT:
-                    self._mute.set()
-                while not self._stopped:
+                self._mute = script.fault is Fault.SILENT
+                while not self._told:
                     time.sleep(LOOK_MS / 1000)
+                self._farewell = False
                 raise _Dropped
             case Fault.STALE:
                 self._send_frames(chunk_of(run, run.lease - 1, tokens))
             case Fault.GAP:
                 self._send_frames(chunk_of(run, run.lease, tokens + 1))
         return False
-
-
-def _final(run: m.Run, job: Job, ids: tuple[int, ...], reason: str, spent: tuple[float, float]) -> m.Final:
-    return m.Final(
-        id=run.id,
-        attempt=run.attempt,
-        lease=run.lease,
-        finish_reason=reason,
-        prompt_tokens=len(prompt_words(job)),
-        cached_tokens=0,
-        max_tokens_used=job.max_tokens,
-        prefill_s=spent[0],
-        decode_s=spent[1],
-        sha256=trajectory_sha256(ids),
-        route="serial_b1",
-        row_invariant=True,
-        speculation={"drafted": 0, "accepted_by_depth": [], "verify_forwards": 0, "widths": {"1": len(ids)}},
-    )

@@ -77,19 +77,20 @@ class ManualClock:
 @click.option("--fault", type=click.Choice([one.value for one in Fault]), default="none")
 @click.option("--fault-after", type=int, default=0, help="Tokens before the fault; -1 is before prefill.")
 @click.option("--fail-code", default="E_INTERNAL")
+@click.option("--drain-s", type=float, default=0.0, help="Seconds a job may go on after SIGTERM.")
 @click.option("--mode", default="hyper")
 @click.option("--stage", default="h0")
 @click.option("--model", default="scripted")
 @click.option("--vocabulary", type=int, default=1000)
 @click.option("--context", type=int, default=32768)
 @click.option("--log", type=click.Path(path_type=Path), help="Append each event to this file as a JSON line.")
-def main(back: str, log: Path | None, **given: Any) -> None:
+def main(back: str, log: Path | None, drain_s: float, **given: Any) -> None:
     """Run a ScriptedWorker until SIGTERM, SIGINT or a refusal (exit code 5)."""
     about = {item.name for item in dataclasses.fields(Persona)}
     persona = Persona(**{key: value for key, value in given.items() if key in about})
     given["fault"] = Fault(given["fault"])
     script = Script(**{key: value for key, value in given.items() if key not in about})
-    worker = ScriptedWorker(back, script, persona=persona, log_file=log, own_process=True)
+    worker = ScriptedWorker(back, script, persona=persona, log_file=log, own_process=True, drain_s=drain_s)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: worker.stop())
     worker.serve()

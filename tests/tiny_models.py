@@ -15,9 +15,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from mtplx.job import Job
+from worker.attempt import Attempt, Chunk, Final
 from worker.engine.load import LoadedModel
 from worker.engine.reference import ReferenceEngine
-from worker.job import Attempt, Chunk, Final, run_job
+from worker.job import run_job
 
 SENTENCE = "the quick brown fox jumps over the lazy dog while 12 wise owls watch from the old oak tree"
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>"]

@@ -3,65 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 from mtplx.errors import BadJobError, JobError
 from mtplx.job import PROMPT_FIELDS, Job, context_error
 from mtplx.trajectory import trajectory_sha256
+from worker.attempt import Attempt, Chunk, Final, Progress
 from worker.engine.engine import Cancelled, Engine, EngineRequest, Figures, NumericError
 from worker.engine.load import LoadedModel
 from worker.engine.sample import Sampling
 from worker.text import TextStream, encode_prompt
 
 Clock = Callable[[], float]
-# Called with the phase (`prefill` or `decode`), how many tokens of it are done, and of how many.
-Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """One try of a job: the seed in force, and the ids that earlier tries have already drawn."""
-
-    job: Job
-    seed: int
-    drawn: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens as they were drawn. *first* is the index of the first one in the answer, counted from 0.
-
-    `text` is what they release, empty while it is held back; `logprobs` has one list of pairs per id.
-    """
-
-    first: int
-    ids: tuple[int, ...]
-    text: str
-    logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Final:
-    """The end of an attempt. Seconds are counted from its start; decode from the first token to the last.
-
-    max_tokens_used: the budget after it was cut to what fits the context.
-    first_token_s: None when the attempt was cancelled before it had a token.
-    sha256: over all ids of the answer, those of earlier tries included (see `mtplx.trajectory`).
-    """
-
-    finish_reason: str
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    max_tokens_used: int
-    prefill_s: float
-    first_token_s: float | None
-    decode_s: float
-    sha256: str
-    route: str
-    row_invariant: bool
-    speculation: dict[str, Any] = field(default_factory=dict)
 
 
 def run_job(

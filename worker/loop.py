@@ -23,16 +23,20 @@ from mtplx.job import Job
 from mtplx.settings import Settings
 from mtplx.sockets import worker_dealer
 from mtplx.wire import MAX_FRAME_BYTES, decode, encode, unpack_body
-from worker.job import Attempt, Chunk, Progress
-from worker.job import Final as JobFinal
-from worker.pulse import Pulse, Vitals
+from worker.attempt import Attempt, Chunk, Progress
+from worker.attempt import Final as JobFinal
+from worker.pulse import STOP_SIGNALS, Pulse, Vitals
 
 log = logging.getLogger("mtplx.worker")
 
 # How often an idle worker looks at its signals and at what the pulse heard.
 IDLE_MS: Final = 500
+# READY is repeated where no answer came: it may have been lost with its connection.
+READY_AGAIN_S: Final = 1.0
 # A broker that takes nothing for this long is gone, and the attempt with it.
-SEND_LIMIT_MS: Final = 5000
+SEND_LIMIT_S: Final = 5.0
+# How long a leaving worker waits for QUIET from a broker that says nothing.
+LEAVE_S: Final = 2.0
 GOODBYE_MS: Final = 500
 
 
@@ -80,11 +84,11 @@ class Worker:
         )
         self._vitals = Vitals()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        endpoint = settings.endpoint("back")
-        self._socket = worker_dealer(self._context, endpoint)
-        self._pulse = Pulse(self._context, endpoint, self._worker_id, self._vitals, watch_stdin=watch_stdin)
-        self._pulse.beat_s = settings.beat_s
-        self._cancelled_lease = -1
+        self._socket = worker_dealer(self._context, settings.endpoint("back"))
+        self._pulse = Pulse(self._context, settings, self._worker_id, self._vitals, watch_stdin=watch_stdin)
+        self._cancelled_lease: int | None = None
+        self._quiet = False
+        self._said_bye = False
         self._signals = 0
         self._stop_at = float("inf")
 
@@ -94,23 +98,22 @@ class Worker:
         Raises:
             WorkerRefusedError: the broker will not take this worker.
         """
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
+        self._pulse.watch_signals()
         self._pulse.start()
-        self._announce()
         while not self._signals:
-            message = self._receive(IDLE_MS)
-            if isinstance(message, m.Run):
-                self._attempt(message)
-            elif self._vitals.disowned:
+            if self._vitals.disowned:
                 self._announce()
+            else:
+                self._take(IDLE_MS)
+        self._leave()
 
     def close(self) -> None:
-        """Say goodbye, end the pulse, and leave within GOODBYE_MS."""
+        """Say goodbye where that was not done, end the pulse, and leave within GOODBYE_MS."""
         if self._pulse.is_alive():
             self._pulse.stop()
-        if self._socket.poll(0, zmq.POLLOUT):
-            self._socket.send_multipart(encode(m.WorkerBye(self._worker_id)), zmq.NOBLOCK)
+        self._say_bye()
         self._socket.close(linger=GOODBYE_MS)
         self._context.term()
 
@@ -118,21 +121,52 @@ class Worker:
 
     def _announce(self) -> None:
         """Send READY until a broker answers, in whichever order the two were started."""
-        self._vitals.disowned = False
-        while not self._signals:
-            if not self._socket.poll(IDLE_MS, zmq.POLLOUT):
-                continue
-            self._socket.send_multipart(encode(self._ready), zmq.NOBLOCK)
-            answer = self._receive(SEND_LIMIT_MS)
-            if isinstance(answer, m.Accepted):
-                self._pulse.beat_s = answer.beat_ms / 1000
-                log.info("accepted by the broker")
-                return
-            if isinstance(answer, m.Error) and answer.code in ("E_WORKER_EXISTS", "E_WORKER_MODE"):
+        self._vitals.epoch = 0
+        self._ready = replace(self._ready, epoch=self._ready.epoch + 1)
+        again_at = 0.0
+        while self._vitals.disowned and not self._signals:
+            if time.monotonic() >= again_at:
+                if not self._try_send(self._ready):
+                    self._socket.poll(IDLE_MS, zmq.POLLOUT)
+                    continue
+                again_at = time.monotonic() + READY_AGAIN_S
+            # Whatever lay in the pipe before the answer is of an epoch that is over.
+            answer = self._receive(IDLE_MS)
+            if isinstance(answer, m.Error) and not answer.retryable:
                 raise WorkerRefusedError(answer.message)
 
+    def _accepted(self, message: m.Accepted) -> None:
+        if self._vitals.epoch == self._ready.epoch or message.epoch != self._ready.epoch:
+            return
+        # A new broker counts its leases from 1 again.
+        self._cancelled_lease, self._quiet = None, False
+        self._vitals.epoch = message.epoch
+        self._pulse.beat_s = message.beat_ms / 1000
+        self._pulse.poke()
+        log.info("accepted by the broker")
+
+    def _take(self, wait_ms: int) -> bool:
+        """Run the job that comes within *wait_ms*; False where none came."""
+        message = self._receive(wait_ms)
+        if not isinstance(message, m.Run) or self._vitals.disowned:
+            return False
+        self._attempt(message)
+        return True
+
+    def _leave(self) -> None:
+        """Say BYE and wait for QUIET: a job that crossed the BYE is still run."""
+        self._say_bye()
+        ends = time.monotonic() + LEAVE_S
+        while self._said_bye and not self._quiet and time.monotonic() < ends:
+            if self._take(IDLE_MS):
+                ends = time.monotonic() + LEAVE_S
+
+    def _say_bye(self) -> None:
+        if not self._said_bye:
+            self._said_bye = self._try_send(m.WorkerBye(self._worker_id))
+
     def _receive(self, wait_ms: int) -> m.Message | None:
-        """The next message that matters, or None; heeds cancels and beats on the way."""
+        """The next message, or None; heeds all but RUN and refusals on the way."""
         if not self._socket.poll(wait_ms):
             return None
         try:
@@ -140,20 +174,29 @@ class Worker:
         except ProtocolError as error:
             log.warning("the broker sent what is no message: %s", error)
             return None
-        if isinstance(message, m.CancelRun):
-            self._cancelled_lease = max(self._cancelled_lease, message.lease)
+        if isinstance(message, m.Accepted):
+            self._accepted(message)
+        elif isinstance(message, m.CancelRun):
+            self._cancelled_lease = message.lease
         elif isinstance(message, m.Quiet):
-            log.info("the broker is stopping")
+            self._quiet = True
+            log.info("the broker has no more jobs for this worker")
         return message
 
-    def _send(self, message: m.Message) -> None:
-        frames = encode(message)
+    def _try_send(self, message: m.Message) -> bool:
+        """False where nobody takes it now. A look at the pipe before would prove nothing."""
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            self._socket.send_multipart(encode(message), zmq.NOBLOCK)
         except zmq.Again:
-            if not self._socket.poll(SEND_LIMIT_MS, zmq.POLLOUT):
-                raise BrokerLostError("The broker takes nothing; the attempt is void.") from None
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            return False
+        return True
+
+    def _send(self, message: m.Message) -> None:
+        ends = time.monotonic() + SEND_LIMIT_S
+        while not self._try_send(message):
+            if self._vitals.disowned or time.monotonic() >= min(ends, self._stop_at):
+                raise BrokerLostError("The broker takes nothing; the attempt is void.")
+            self._socket.poll(IDLE_MS, zmq.POLLOUT)
 
     # --- one attempt
 
@@ -163,7 +206,7 @@ class Worker:
             self._report(run, self._chunks(run))
         except BrokerLostError:
             log.warning("the broker was lost during a job")
-            self._vitals.disowned = True
+            self._vitals.epoch = 0
         except WireError as error:
             self._fail(run, error)
         except Exception as error:
@@ -172,6 +215,8 @@ class Worker:
             fault = WireError(
                 f"The worker failed on this job ({type(error).__name__}) and is replaced.", code="E_INTERNAL"
             )
+            # Said first: the next of the line must wait for the next worker.
+            self._say_bye()
             self._fail(run, fault)
             raise
         finally:
@@ -202,26 +247,39 @@ class Worker:
                         item.logprobs,
                     )
                 )
+            elif item.finish_reason == "cancelled" and self._cancelled_lease != run.lease:
+                self._fail(run, _unfinished(item))
             else:
                 self._send(_final(run, item))
 
     def _is_cancelled(self, lease: int) -> bool:
         while self._receive(0) is not None:
             pass
-        return self._cancelled_lease >= lease or self._vitals.disowned or time.monotonic() >= self._stop_at
+        if self._signals:
+            self._say_bye()
+        return self._cancelled_lease == lease or self._vitals.disowned or time.monotonic() >= self._stop_at
 
     def _fail(self, run: m.Run, error: WireError) -> None:
         fail = m.Fail(run.id, run.attempt, run.lease, error.code, error.message, error.field, error.detail or None)
         try:
             self._send(fail)
         except BrokerLostError:
-            self._vitals.disowned = True
+            self._vitals.epoch = 0
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         # The running job has until the drain limit to end; a second signal ends it at the next step.
         self._signals += 1
         limit = self._settings.drain_s if self._signals == 1 else 0.0
         self._stop_at = min(self._stop_at, time.monotonic() + limit)
+
+
+def _unfinished(final: JobFinal) -> WireError:
+    # Nobody cancelled it: to its producer the answer is cut off, and not what was asked for.
+    return WireError(
+        "The worker was stopped and the job could not end within its drain limit; submit it under a new id.",
+        code="E_WORKER_LOST",
+        detail={"reason": "left", "tokens": final.completion_tokens},
+    )
 
 
 def _final(run: m.Run, final: JobFinal) -> m.Final:

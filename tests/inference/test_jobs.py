@@ -13,9 +13,10 @@ from tiny_models import Kind, Room, make_llama, make_mamba
 from mtplx.errors import BadJobError, JobError
 from mtplx.job import Job
 from mtplx.trajectory import trajectory_sha256
+from worker.attempt import Attempt
 from worker.engine.load import load
 from worker.engine.sample import KeyedSampler, Sampling
-from worker.job import Attempt, run_job
+from worker.job import run_job
 
 # The random model would end its answer at a random place.
 NO_END = {"logit_bias": {"1": -1000}}

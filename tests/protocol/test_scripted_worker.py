@@ -5,77 +5,21 @@ import os
 import struct
 import subprocess
 import sys
-import uuid
 from pathlib import Path
 
 import pytest
-import zmq
+from protocol.bare_broker import BareBroker
 
-from mtplx import wire
 from mtplx.job import Job
 from mtplx.messages import (
-    FROM_WORKER,
-    Accepted,
     CancelRun,
     Error,
-    Fail,
-    Final,
     Ready,
-    Run,
     WorkerBeat,
     WorkerBye,
     WorkerChunk,
 )
 from mtplx.testing import Fault, ManualClock, Persona, Script, ScriptedWorker, answer_of
-
-
-class BareBroker:
-    """One ROUTER, driven by the test line by line."""
-
-    def __init__(self, endpoint):
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.ROUTER)
-        self.socket.linger = 0
-        self.socket.bind(endpoint)
-        self.peer = None
-
-    def hear(self, timeout_ms=10_000):
-        assert self.socket.poll(timeout_ms), "the worker said nothing"
-        peer, *frames = self.socket.recv_multipart()
-        message = wire.decode(frames, FROM_WORKER)
-        if not isinstance(message, WorkerBeat):
-            self.peer = peer
-        return peer, message
-
-    def expect(self, kind):
-        while True:
-            message = self.hear()[1]
-            if isinstance(message, kind):
-                return message
-            assert isinstance(message, WorkerBeat), message
-
-    def say(self, message, peer=None):
-        self.socket.send_multipart([peer or self.peer, *wire.encode(message)])
-
-    def welcome(self, beat_ms=60_000):
-        ready = self.expect(Ready)
-        self.say(Accepted(boot_id=bytes(16), beat_ms=beat_ms))
-        return ready
-
-    def run(self, job, lease=1):
-        self.say(Run(id=uuid.uuid4().bytes, attempt=1, lease=lease, seed=7, job=wire.pack_body(job.to_map())))
-
-    def answer(self):
-        """All chunks up to the last word, and that."""
-        chunks = []
-        while not isinstance(message := self.hear()[1], Final | Fail):
-            if isinstance(message, WorkerChunk):
-                chunks.append(message)
-        return chunks, message
-
-    def close(self):
-        self.socket.close()
-        self.context.term()
 
 
 @pytest.fixture
@@ -157,10 +101,12 @@ def test_beats_come_over_a_connection_of_their_own_and_an_unknown_worker_says_re
         while not isinstance(message, WorkerBeat):
             peer, message = broker.hear()
         assert peer != broker.peer
-        broker.say(Error(code="E_UNKNOWN_WORKER", message="who?", retryable=True), peer)
+        broker.disown(peer, ready.epoch + 1)
+        assert isinstance(broker.hear()[1], WorkerChunk | WorkerBeat), "an answer to no beat of this worker"
+        broker.disown(peer, ready.epoch)
         while not isinstance(message, Ready):
             message = broker.hear()[1]
-        assert message.worker_id == ready.worker_id
+        assert (message.worker_id, message.epoch) == (ready.worker_id, ready.epoch + 1)
         assert worker.events("drop")
 
 

@@ -53,6 +53,7 @@ class CheckedRig(Rig):
             fact = self.facts[message.id]
             assert fact.last_word is None, "an ended job was run"
             assert message.job == fact.body
+            assert self.back.worker is None or not self.back.worker.leaving, "a leaving worker was given a job"
             assert all(fact.admit_seq > before for before in self.run_order[-1:]), "not first in, first out"
             assert all(message.lease > run.lease for _, run in self.all_runs[-1:])
             self.run_order.append(fact.admit_seq)

@@ -5,6 +5,7 @@ from queueing.rig import OTHER_WORKER, WORKER, WORKER_ID, Rig, job_id
 
 from broker.moves import Phase
 from mtplx import messages as m
+from mtplx import wire
 from mtplx.errors import ProtocolError
 
 OTHER_ID = b"X" * 16
@@ -39,7 +40,7 @@ def test_a_worker_of_another_mode_is_refused_with_both_modes_named():
     assert rig.status()["worker"]["state"] == "absent"
 
 
-@pytest.mark.parametrize("reason", ["exited", "silent", "stalled", "left", "replaced", "broken"])
+@pytest.mark.parametrize("reason", ["exited", "silent", "stalled", "replaced", "broken"])
 def test_a_worker_lost_mid_job_ends_that_job_with_one_retryable_error_and_the_line_goes_on(reason):
     rig = Rig(dead_s=10.0, stall_s=30.0)
     rig.ready()
@@ -73,10 +74,8 @@ def _lose(rig: Rig, reason: str) -> None:
             rig.wait(1.0, beats=False)
             if rig.back.worker is not None:
                 rig.beat(progress=False, lease=rig.runs()[0].lease)
-    elif reason == "left":
-        rig.worker_says(m.WorkerBye(WORKER_ID))
     elif reason == "replaced":
-        rig.ready()
+        rig.ready(epoch=2)
     elif reason == "broken":
         rig.back.on_bad_frame(WORKER, ProtocolError("Nonsense.", field="magic"), rig.now())
         rig.turn()
@@ -110,8 +109,88 @@ def test_a_cancel_that_the_dying_worker_never_answers_still_ends_as_cancelled():
     rig.submit(1)
     rig.chunk(3)
     rig.say(b"a", m.Cancel(job_id(1)))
-    rig.worker_says(m.WorkerBye(WORKER_ID))
+    _lose(rig, "exited")
     assert (rig.last_word(1).outcome, rig.last_word(1).text) == ("cancelled", "3 ")
+
+
+def test_a_worker_that_says_bye_ends_its_job_and_gets_no_other():
+    rig = Rig()
+    rig.ready()
+    rig.submit(1)
+    rig.submit(2)
+    rig.chunk(4)
+    rig.worker_says(m.WorkerBye(WORKER_ID))
+    assert rig.worker_heard[WORKER][-1] == m.Quiet()
+    assert rig.status()["worker"]["state"] == "busy"
+    rig.final()
+    assert rig.last_word(1).outcome == "stop"
+    assert (rig.status()["worker"]["state"], rig.status()["worker"]["last_loss"]) == ("absent", "left")
+    assert len(rig.runs()) == 1
+    rig.ready(OTHER_WORKER, OTHER_ID)
+    rig.final(route=OTHER_WORKER)
+    assert rig.last_word(2).outcome == "stop"
+
+
+def test_a_worker_that_says_bye_and_fails_its_job_gets_no_other():
+    rig = Rig()
+    rig.ready()
+    rig.submit(1)
+    rig.submit(2)
+    rig.worker_says(m.WorkerBye(WORKER_ID))
+    rig.fail()
+    assert rig.last_word(1).code == "E_INTERNAL"
+    assert (len(rig.runs()), rig.status()["line"]["depth"]) == (1, 1)
+
+
+def test_a_bye_of_an_idle_worker_frees_its_place_at_once_and_a_strangers_changes_nothing():
+    rig = Rig()
+    rig.ready()
+    rig.worker_says(m.WorkerBye(OTHER_ID), OTHER_WORKER)
+    assert rig.worker_heard[OTHER_WORKER] == [m.Quiet()]
+    assert rig.status()["worker"]["state"] == "ready"
+    rig.worker_says(m.WorkerBye(WORKER_ID))
+    assert rig.worker_heard[WORKER][-1] == m.Quiet()
+    assert rig.status()["worker"]["state"] == "absent"
+    rig.ready(OTHER_WORKER, OTHER_ID)
+    assert rig.status()["worker"]["state"] == "ready"
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_job_that_a_leaving_worker_gave_up_is_lost_unless_it_was_cancelled_anyway(cancelled):
+    rig = Rig()
+    rig.ready()
+    rig.submit(1)
+    rig.worker_says(m.WorkerBye(WORKER_ID))
+    if cancelled:
+        rig.say(b"a", m.Cancel(job_id(1)))
+    rig.fail("E_WORKER_LOST")
+    word = rig.last_word(1)
+    assert word.outcome == "cancelled" if cancelled else (word.code, word.retryable) == ("E_WORKER_LOST", True)
+
+
+def test_a_cancel_that_nobody_asked_for_is_no_outcome_of_a_job():
+    rig = Rig()
+    rig.ready()
+    rig.submit(1)
+    rig.chunk(1)
+    rig.final("cancelled")
+    assert (rig.last_word(1).code, rig.last_word(1).detail["tokens"]) == ("E_WORKER_LOST", 1)
+    assert rig.status()["worker"]["state"] == "ready"
+
+
+def test_a_repeated_ready_is_answered_and_takes_nothing_from_the_worker():
+    """The worker repeats it where the answer is late; the job behind the answer must not be lost."""
+    rig = Rig()
+    rig.submit(1)
+    rig.ready(epoch=4)
+    rig.ready(epoch=4)
+    accepted = [one.epoch for one in rig.worker_heard[WORKER] if isinstance(one, m.Accepted)]
+    assert (accepted, len(rig.runs())) == ([4, 4], 1)
+    rig.final()
+    assert rig.last_word(1).outcome == "stop"
+    assert rig.status()["counters"]["workers_accepted"] == 1
+    rig.ready(epoch=5)
+    assert rig.status()["worker"]["last_loss"] == "replaced"
 
 
 def test_nothing_a_worker_says_under_an_old_lease_changes_anything():
@@ -142,9 +221,10 @@ def test_a_worker_given_up_and_back_is_told_to_start_over_and_cannot_touch_its_o
     old = rig.runs()[0]
     rig.wait(11, beats=False)
     rig.chunk(7, run=old, first=0)
-    rig.back.on_message(b"w-beats", m.WorkerBeat(WORKER_ID, 1), rig.now())
+    rig.back.on_message(b"w-beats", m.WorkerBeat(WORKER_ID, 1, epoch=7), rig.now())
     rig.turn()
-    assert rig.worker_heard[b"w-beats"][-1].code == "E_UNKNOWN_WORKER"
+    answer = rig.worker_heard[b"w-beats"][-1]
+    assert (answer.code, answer.detail) == ("E_UNKNOWN_WORKER", {"epoch": 7})
     assert rig.told(1, m.Chunk) == []
     rig.ready()
     assert rig.running.id == job_id(2)
@@ -152,8 +232,16 @@ def test_a_worker_given_up_and_back_is_told_to_start_over_and_cannot_touch_its_o
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"first": 3}, {"first": 0}, {"n": 5}, {"ids": (2**32,)}, {"ids": (1000,)}, {"ids": (), "n": 0, "text": "x"}],
-    ids=["gap", "repeat", "count", "no uint32", "outside the vocabulary", "no token"],
+    [
+        {"first": 3},
+        {"first": 0},
+        {"n": 5},
+        {"ids": (2**32,)},
+        {"ids": (1000,)},
+        {"ids": (), "n": 0, "text": "x"},
+        {"logprobs": ()},
+    ],
+    ids=["gap", "repeat", "count", "no uint32", "outside the vocabulary", "no token", "too few log-probabilities"],
 )
 def test_a_chunk_that_does_not_follow_is_never_passed_on_and_costs_the_worker_its_place(wrong):
     rig = Rig()
@@ -315,3 +403,34 @@ def test_status_of_one_job_and_of_all_tells_states_and_never_the_text():
     assert (listed[2]["position"], listed[3]["outcome"], listed[3]["tokens"]) == (2, "stop", 1)
     assert rig.say(b"ops", m.Status(id=job_id(3)))[-1].status["position"] == 1
     assert rig.say(b"ops", m.Status(id=job_id(9)))[-1].code == "E_UNKNOWN_JOB"
+
+
+@pytest.mark.parametrize("code", ["E_PROTOCOL", "E_TOO_LARGE", "E_CONFLICT"])
+def test_a_failed_attempt_never_ends_with_a_code_that_ends_no_job(code):
+    rig = Rig()
+    rig.ready()
+    rig.submit(1)
+    rig.fail(code)
+    assert rig.last_word(1).code == "E_INTERNAL"
+
+
+@pytest.mark.parametrize("wrong", [{"vocabulary": 2**64 - 1}, {"context": 2**40}])
+def test_a_worker_whose_model_cannot_be_is_refused_before_any_job_meets_it(wrong):
+    rig = Rig()
+    rig.ready(**wrong)
+    assert rig.worker_heard[WORKER][-1].code == "E_PROTOCOL"
+    assert rig.status()["worker"]["state"] == "absent"
+
+
+@pytest.mark.parametrize(
+    "speculation",
+    [{"widths": {"9" * 5000: 1}}, {"rows_launched": 2**64 - 1, "rows_committed": 2**64 - 1}],
+)
+def test_figures_too_large_for_a_frame_neither_end_the_broker_nor_the_jobs_last_word(speculation):
+    rig = Rig()
+    rig.ready()
+    for number in (1, 2, 3):
+        rig.submit(number)
+        rig.final(speculation=speculation)
+        assert rig.last_word(number).outcome == "stop"
+    wire.encode(m.StatusReply(rig.status()))

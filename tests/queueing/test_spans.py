@@ -5,11 +5,10 @@ import threading
 import pytest
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from queueing.rig import WORKER_ID, Rig, job_id
+from queueing.rig import WORKER, Rig, job_id
 
 from broker import tracing
 from broker.tracing import SpanTracer
-from mtplx import messages as m
 
 
 class Traced(Rig):
@@ -50,7 +49,9 @@ def test_without_the_workers_word_they_are_told_by_the_brokers_clock():
     rig.clock.advance(2.0)
     rig.chunk(1)
     rig.clock.advance(3.0)
-    rig.worker_says(m.WorkerBye(WORKER_ID))
+    rig.gone.add(WORKER)
+    rig.back.beat()
+    rig.turn()
     chat = rig.spans()["text_completion"][0].attributes
     assert chat["error.type"] == "E_WORKER_LOST"
     assert (chat["mtplx.prefill_s"], chat["mtplx.decode_s"]) == (pytest.approx(2.0), pytest.approx(3.0))
@@ -60,8 +61,12 @@ def test_an_attempt_that_ended_before_its_first_token_tells_no_decode_time():
     rig = Traced()
     rig.ready()
     rig.submit(1)
-    rig.worker_says(m.WorkerBye(WORKER_ID))
-    assert not {"mtplx.prefill_s", "mtplx.decode_s"} & set(rig.spans()["text_completion"][0].attributes)
+    rig.gone.add(WORKER)
+    rig.back.beat()
+    rig.turn()
+    chat = rig.spans()["text_completion"][0].attributes
+    assert chat["error.type"] == "E_WORKER_LOST"
+    assert not {"mtplx.prefill_s", "mtplx.decode_s"} & set(chat)
 
 
 def test_chunks_are_those_of_the_answer_and_not_of_whoever_read_it():

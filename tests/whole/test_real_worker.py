@@ -137,10 +137,18 @@ def test_a_cancel_while_the_prompt_is_read_ends_the_job_at_the_next_chunk(tmp_pa
         producer = running.producer()
         job = b"p" * 16
         producer.say(m.Submit(job, wire.pack_body({"token_ids": [7] * 30_000, "max_tokens": 4})))
+        producer.expect(m.Started, job)
+        began = time.monotonic()
         seen = producer.until(lambda one: isinstance(one, m.Progress) and one.phase == "prefill" and one.done > 0)
+        cancelled = time.monotonic()
         producer.say(m.Cancel(job))
         word = producer.last_word(job, LOAD_S)
-        assert seen.total == 30_000
+        waited = time.monotonic() - cancelled
+        # Reading the rest takes at least this long, for later chunks look back at more.
+        rest = (cancelled - began) * (seen.total - seen.done) / seen.done
+        assert waited < max(rest / 4, 0.2), (waited, rest, seen)
+        done = [one.done for one in producer.about(job) if isinstance(one, m.Progress)]
+        assert max(done) < seen.total == 30_000
         assert (word.outcome, word.usage["completion_tokens"]) == ("cancelled", 0)
         assert isinstance(ask(producer, prompt="fox", max_tokens=2), m.Done)
         assert producer.health()["scheduler"]["hyper"]["active"] == 0
@@ -188,11 +196,15 @@ def test_an_error_out_of_mlx_ends_the_job_and_replaces_the_process(model: Path, 
         running.programs.append(program)
         wait_for_worker(running, program)
         producer = running.producer()
-        word = ask(producer, prompt="the quick brown", max_tokens=8)
+        fatal = producer.submit(prompt="the quick brown", max_tokens=8)
+        queued = producer.submit(prompt="fox", max_tokens=2)
+        word = producer.last_word(fatal, LOAD_S)
         assert (word.code, word.retryable) == ("E_INTERNAL", True)
         assert program.ended() == Exit.INTERNAL
         assert "command buffer failed" in program.said()
         assert producer.health()["worker"]["state"] == "absent"
+        start_worker(running, model)
+        assert isinstance(producer.last_word(queued, LOAD_S), m.Done)
 
 
 def test_logits_that_are_no_numbers_end_the_job_and_not_the_worker(tmp_path: Path) -> None:
@@ -227,11 +239,34 @@ def test_a_worker_told_to_stop_ends_its_job_first(model: Path) -> None:
     with service() as running:
         worker = start_worker(running, model)
         producer = running.producer()
-        job = producer.submit(prompt="the lazy dog", max_tokens=300)
+        fields = {"prompt": "the lazy dog", "max_tokens": 300, "logit_bias": {"1": -1000}}
+        job = b"r" * 16
+        producer.say(m.Submit(job, wire.pack_body(fields)))
+        queued = producer.submit(prompt="fox", max_tokens=2)
         producer.expect(m.Chunk, job, LOAD_S)
         worker.send(signal.SIGTERM)
-        assert producer.last_word(job, LOAD_S).usage["completion_tokens"] > 0
+        word = producer.last_word(job, LOAD_S)
+        assert (word.outcome, word.usage["completion_tokens"]) == ("length", 300)
         assert worker.ended() == 0
+        assert producer.health()["line"]["depth"] == 1
+        start_worker(running, model)
+        assert isinstance(producer.last_word(queued, LOAD_S), m.Done)
+
+
+def test_a_worker_that_wakes_from_a_stop_has_lost_its_job_and_serves_the_line(model: Path) -> None:
+    with service("--beat-s", "0.2", "--dead-s", "2") as running:
+        worker = start_worker(running, model, "--beat-s", "0.2", "--dead-s", "2")
+        producer = running.producer()
+        jobs = [producer.submit(prompt="the old oak tree", max_tokens=400) for _ in range(3)]
+        producer.expect(m.Chunk, jobs[0], LOAD_S)
+        worker.send(signal.SIGSTOP)
+        lost = producer.last_word(jobs[0])
+        assert (lost.code, lost.detail["reason"]) == ("E_WORKER_LOST", "fell silent")
+        worker.send(signal.SIGCONT)
+        for job in jobs[1:]:
+            assert isinstance(producer.last_word(job, LOAD_S), m.Done)
+        assert worker.process.poll() is None
+        assert producer.health()["counters"]["workers_accepted"] == 2
 
 
 def test_modes_that_disagree_refuse_the_worker_with_both_names(model: Path) -> None:

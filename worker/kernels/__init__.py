@@ -1,0 +1,1 @@
+"""Kernels of the decode step: one file a computation, one text for Metal and CUDA, each with a plain reference."""

@@ -1,0 +1,87 @@
+"""Second pass of attention: joins the pieces of each row and head.
+
+Contract: pieces as `attention` writes them, float32; meta and tree as in `rows`; out T [R, H, D]. A row has as
+many pieces as its position says; they are added in the same order whatever R is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import mlx.core as mx
+
+from worker.kernels import rows
+from worker.kernels.dialect import Kernel, Launch, chosen
+
+BODY: Final = r"""
+SHARED(float, part, 4 * D);
+const int position = meta[0] + DEPTH(bx / H), each = (D + 31) / 32;
+CUT
+const int count = position / cut + 1;
+GLOBAL(float) marks = pieces + (long)SPLITS * R * H * D;
+const float mine = lane < count ? marks[(lane * R * H + bx) * 2] : -1e30f, best = MAX32(mine);
+const float total = SUM32(lane < count ? MUL(EXP2(mine - best), marks[(lane * R * H + bx) * 2 + 1]) : 0.0f);
+float acc[each];
+UNROLL for (int c = 0; c < each; c++) acc[c] = 0.0f;
+for (int i = sg; i < count; i += 4) {
+  const float scale = EXP2(marks[(i * R * H + bx) * 2] - best);
+  UNROLL for (int c = 0; c < each; c++) if (lane + 32 * c < D)
+    acc[c] = FMA(scale, pieces[(long)(i * R * H + bx) * D + lane + 32 * c], acc[c]);
+}
+UNROLL for (int c = 0; c < each; c++) if (lane + 32 * c < D) part[sg * D + lane + 32 * c] = acc[c];
+BARRIER();
+for (int c = tid; c < D; c += 128)
+  out[(long)bx * D + c] = (T)(((part[c] + part[D + c]) + (part[2 * D + c] + part[3 * D + c])) / total);
+"""
+
+
+def launch(
+    pieces: mx.array, meta: mx.array, shape: tuple[int, ...], dtype: mx.Dtype, tree: mx.array | None = None
+) -> Launch:
+    """The kernel on the operands of the contract; *shape* is (R, H, D)."""
+    count, heads, dim = shape
+    words = (
+        *rows.WORDS,
+        *(rows.CHAIN if tree is None else rows.TREE),
+        ("CUT", rows.CUT.strip().replace("\n", " ")),
+    )
+    operands = {"pieces": pieces, "meta": meta} | ({} if tree is None else {"tree": tree})
+    kernel = Kernel("attention_combine", tuple(operands), "out", BODY, words)
+    template = (("T", dtype), ("D", dim), ("H", heads), ("R", count))
+    return Launch(kernel, tuple(operands.values()), template, (count * heads, 1, 1), 128, tuple(shape), dtype)
+
+
+def reference(
+    pieces: mx.array, meta: mx.array, shape: tuple[int, ...], dtype: mx.Dtype, tree: mx.array | None = None
+) -> mx.array:
+    """The same in plain operations."""
+    count, heads, dim = shape
+    records = rows.SPLITS * count * heads
+    sums = pieces[: records * dim].reshape(rows.SPLITS, count, heads, dim)
+    marks = pieces[records * dim :].reshape(rows.SPLITS, count, heads, 2)
+    positions = meta[0] + rows.depths(count, tree)
+    cuts = mx.full(positions.shape, rows.FIRST_CUT, dtype=mx.int32)
+    for _ in range(20):
+        cuts = mx.where(positions >= cuts * rows.SPLITS, cuts * 2, cuts)
+    has = (mx.arange(rows.SPLITS)[:, None] <= positions // cuts)[:, :, None, None]
+    best = mx.max(mx.where(has, marks[..., :1], -1e30), axis=0)
+    weights = mx.where(has, mx.exp((marks[..., :1] - best) * math.log(2)), 0.0)
+    out = mx.sum(mx.where(has, weights * sums, 0.0), axis=0)
+    return (out / mx.sum(mx.where(has, weights * marks[..., 1:], 0.0), axis=0)).astype(dtype)
+
+
+def attention_combine(
+    pieces: mx.array,
+    meta: mx.array,
+    shape: tuple[int, ...],
+    dtype: mx.Dtype,
+    tree: mx.array | None = None,
+    *,
+    use_kernel: bool | None = None,
+) -> mx.array:
+    """The rows' attention T [R, H, D] from its pieces. `use_kernel=False` forces the plain operations."""
+    target = chosen(use_kernel)
+    if target is None:
+        return reference(pieces, meta, shape, dtype, tree)
+    return launch(pieces, meta, shape, dtype, tree).run(target)

@@ -1,0 +1,205 @@
+"""One kernel text for Metal and CUDA.
+
+A body is written in the words below; each target has a header that defines them and a prologue line that names the
+thread. A simdgroup is a warp: 32 lanes. The words:
+
+- `GLOBAL(T)`, `OUT(T)`, `LOCAL(T)`: pointer to const device memory, to device memory, to the thread's own
+  arrays.
+- `SHARED(T, name, n)`: an array of the threadgroup. It is used by name only: no pointer to it is ever taken.
+- `BARRIER()`, `XOR(v, m)`, `SUM32(v)`, `MAX32(v)`: the threadgroup's barrier; exchange, sum, maximum of 32
+  lanes.
+- `FMA(a, b, c)`, `MUL(a, b)`: one rounding each, and never joined with a neighbour by the compiler. Every
+  product that is added to something is written with them, so that a row's bits do not depend on how a kernel
+  was unrolled.
+- `load2/4/8(p, o)`, `words1/2/4(p, o)`: consecutive elements of any float type, to float32, and of unsigned;
+  each run of them aligned to its size.
+- `tid`, `lane`, `sg`, `bx`, `by`, `bz`: thread in the group, lane in the simdgroup, simdgroup, group in the
+  grid.
+
+Values change type by casts only, `(float)v` and `(T)v`; sums are float32. A kernel has one output: a second one
+costs the host as much as a second kernel.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, Final, cast
+
+import mlx.core as mx
+
+PAGE: Final = 32
+"""Positions of a page; also the keys of an attention tile."""
+
+MAX_ROWS: Final = 16
+"""The most rows of one forward."""
+
+_CUDA_HEADER: Final = r"""
+#define GLOBAL(T) const T*
+#define OUT(T) T*
+#define LOCAL(T) T*
+#define SHARED(T, name, n) __shared__ T name[n]
+#define BARRIER() __syncthreads()
+#define XOR(v, m) __shfl_xor_sync(0xffffffffu, (v), (m))
+#define AS_FLOAT(u) __uint_as_float(u)
+#define FN static __device__ __forceinline__
+#define FMA(a, b, c) __fmaf_rn((a), (b), (c))
+#define MUL(a, b) __fmul_rn((a), (b))
+#define EXP2(x) exp2f(x)
+#define EXP(x) expf(x)
+#define RSQRT(x) rsqrtf(x)
+#define COS(x) cosf(x)
+#define SIN(x) sinf(x)
+#define MAX(a, b) fmaxf((a), (b))
+#define UNROLL _Pragma("unroll")
+typedef __nv_bfloat16 bf16;
+typedef __half f16;
+FN float SUM32(float v) { for (int m = 16; m; m >>= 1) v += XOR(v, m); return v; }
+FN float MAX32(float v) { for (int m = 16; m; m >>= 1) v = MAX(v, XOR(v, m)); return v; }
+FN void two_f16(unsigned u, float* o) {
+  const float2 a = __half22float2(*(const __half2*)&u); o[0] = a.x; o[1] = a.y; }
+"""
+
+_METAL_HEADER: Final = r"""
+#define GLOBAL(T) const device T*
+#define OUT(T) device T*
+#define LOCAL(T) thread T*
+#define SHARED(T, name, n) threadgroup T name[n]
+#define BARRIER() threadgroup_barrier(mem_flags::mem_threadgroup)
+#define XOR(v, m) simd_shuffle_xor((v), (ushort)(m))
+#define AS_FLOAT(u) as_type<float>(u)
+#define FN static inline
+#define FMA(a, b, c) metal::fma((a), (b), (c))
+#define MUL(a, b) metal::fma((a), (b), -0.0f)
+#define EXP2(x) metal::precise::exp2(x)
+#define EXP(x) metal::precise::exp(x)
+#define RSQRT(x) metal::precise::rsqrt(x)
+#define COS(x) metal::precise::cos(x)
+#define SIN(x) metal::precise::sin(x)
+#define MAX(a, b) metal::max((a), (b))
+#define UNROLL _Pragma("clang loop unroll(full)")
+#define SUM32(v) simd_sum(v)
+#define MAX32(v) simd_max(v)
+typedef bfloat16_t bf16;
+typedef half f16;
+FN void two_f16(unsigned u, LOCAL(float) o) {
+  const half2 a = as_type<half2>(u); o[0] = (float)a.x; o[1] = (float)a.y; }
+"""
+
+_LOADS: Final = r"""
+FN void two_bf16(unsigned u, LOCAL(float) o) { o[0] = AS_FLOAT(u << 16); o[1] = AS_FLOAT(u & 0xffff0000u); }
+FN void load2(GLOBAL(float) p, LOCAL(float) o) { const float2 a = *(GLOBAL(float2))p; o[0] = a.x; o[1] = a.y; }
+FN void load4(GLOBAL(float) p, LOCAL(float) o) {
+  const float4 a = *(GLOBAL(float4))p; o[0] = a.x; o[1] = a.y; o[2] = a.z; o[3] = a.w; }
+FN void load8(GLOBAL(float) p, LOCAL(float) o) { load4(p, o); load4(p + 4, o + 4); }
+#define LOADS_OF(T) \
+FN void load2(GLOBAL(T) p, LOCAL(float) o) { two_##T(*(GLOBAL(unsigned))p, o); } \
+FN void load4(GLOBAL(T) p, LOCAL(float) o) { \
+  const uint2 u = *(GLOBAL(uint2))p; two_##T(u.x, o); two_##T(u.y, o + 2); } \
+FN void load8(GLOBAL(T) p, LOCAL(float) o) { const uint4 u = *(GLOBAL(uint4))p; \
+  two_##T(u.x, o); two_##T(u.y, o + 2); two_##T(u.z, o + 4); two_##T(u.w, o + 6); }
+LOADS_OF(bf16)
+LOADS_OF(f16)
+FN void words1(GLOBAL(unsigned) p, LOCAL(unsigned) o) { o[0] = p[0]; }
+FN void words2(GLOBAL(unsigned) p, LOCAL(unsigned) o) {
+  const uint2 u = *(GLOBAL(uint2))p; o[0] = u.x; o[1] = u.y; }
+FN void words4(GLOBAL(unsigned) p, LOCAL(unsigned) o) {
+  const uint4 u = *(GLOBAL(uint4))p; o[0] = u.x; o[1] = u.y; o[2] = u.z; o[3] = u.w; }
+"""
+
+# Metal declares a thread attribute only where its name stands in the body, so the prologue is part of the body.
+_CUDA_PROLOGUE: Final = (
+    "const int tid = threadIdx.x, lane = tid & 31, sg = tid >> 5, "
+    "bx = blockIdx.x, by = blockIdx.y, bz = blockIdx.z;\n"
+)
+_METAL_PROLOGUE: Final = (
+    "const int tid = thread_position_in_threadgroup.x, lane = thread_index_in_simdgroup, "
+    "sg = simdgroup_index_in_threadgroup, bx = threadgroup_position_in_grid.x, "
+    "by = threadgroup_position_in_grid.y, bz = threadgroup_position_in_grid.z;\n"
+)
+_UNUSED: Final = "(void)tid; (void)lane; (void)sg; (void)bx; (void)by; (void)bz;\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A computation in the dialect.
+
+    `defines` are preprocessor words of the body and their values: optional operands, and constants that are no
+    integers. MLX copies an operand that is not row-contiguous, so one that is written in place has to be.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    output: str
+    body: str
+    defines: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def header(self) -> str:
+        """The words of this kernel alone, the same on every target."""
+        return "".join(f"#define {word} {value}\n" for word, value in self.defines)
+
+    @property
+    def label(self) -> str:
+        """The kernel's name with a mark of its text: MLX finds a compiled kernel by its name."""
+        return f"{self.name}_{zlib.crc32((self.header + self.body).encode()):08x}"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel and its operands, for `groups` threadgroups of `threads`; `template`: its ints, bools and types."""
+
+    kernel: Kernel
+    arrays: tuple[mx.array, ...]
+    template: tuple[tuple[str, Any], ...]
+    groups: tuple[int, int, int]
+    threads: int
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+
+    def run(self, target: str) -> mx.array:
+        """The output, as a node of the graph, on *target* ("metal" or "cuda")."""
+        x, y, z = self.groups
+        return build(self.kernel, target)(
+            inputs=list(self.arrays),
+            output_shapes=[self.shape],
+            output_dtypes=[self.dtype],
+            grid=(x * self.threads, y, z),
+            threadgroup=(self.threads, 1, 1),
+            template=list(self.template),
+        )[0]
+
+
+@lru_cache(maxsize=1)
+def target() -> str | None:
+    """The kind of GPU that MLX runs on here, "metal" or "cuda"; None on the CPU."""
+    if mx.metal.is_available():
+        return "metal"
+    return "cuda" if mx.cuda.is_available() else None
+
+
+@cache
+def build(kernel: Kernel, kind: str) -> Callable[..., list[mx.array]]:
+    """MLX's callable for *kernel* on *kind*; made once."""
+    cuda = kind == "cuda"
+    make = mx.fast.cuda_kernel if cuda else mx.fast.metal_kernel
+    made: Any = make(
+        name=kernel.label,
+        input_names=list(kernel.inputs),
+        output_names=[kernel.output],
+        header=(_CUDA_HEADER if cuda else _METAL_HEADER) + _LOADS + kernel.header,
+        source=(_CUDA_PROLOGUE if cuda else _METAL_PROLOGUE) + _UNUSED + kernel.body,
+    )
+    return cast("Callable[..., list[mx.array]]", made)
+
+
+def chosen(use_kernel: bool | None) -> str | None:
+    """The target to launch on, None for the reference. `use_kernel` None means: a kernel where there is a GPU."""
+    return None if use_kernel is False else target()
+
+
+def number(value: float) -> str:
+    """*value* as a float32 literal of both languages."""
+    return f"{value:.9e}f"

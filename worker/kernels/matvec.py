@@ -1,0 +1,215 @@
+"""Matrix-vector products for all rows of a forward: each weight is read once for R rows.
+
+Contract: x T [R, K]; weight T [N, K], or affine quantised: words uint32 [N, K bits / 32], scales and biases T
+[N, K / group], bits 4 or 8, group 32, 64 or 128, as mx.quantize packs them. Out: T [R, N] = x weight^T.
+Options, all in the same launch:
+
+- norm T [K] and eps: x is RMS-normed first (in float32, without rounding in between);
+- glu: weight has 2 N rows, gates first, and the output is silu(gate) * up;
+- add: T [R, N] (a residual) or [N] (a bias), added to the product. Not together with glu.
+
+K is a multiple of 32. Row invariance: lane l sums chunks l, l + 32, ... of K in order, then 32 lanes join;
+neither R nor the number of outputs a simdgroup makes changes that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import mlx.core as mx
+
+from worker.kernels.dialect import MAX_ROWS, Kernel, Launch, chosen, number
+
+_HEAD: Final = r"""
+const int first = (bx * SIMDGROUPS + sg) * OUTPUTS, made = GLU ? 2 * OUTPUTS : OUTPUTS;
+if (first >= N) return;
+float acc[made * R];
+float squares[R];
+UNROLL for (int i = 0; i < made * R; i++) acc[i] = 0.0f;
+UNROLL for (int i = 0; i < R; i++) squares[i] = 0.0f;
+int line[made];
+UNROLL for (int o = 0; o < made; o++) {
+  const int n = first + o % OUTPUTS;
+  line[o] = (n < N ? n : N - 1) + (o < OUTPUTS ? 0 : N);
+}
+for (int c = lane; c < K / CHUNK; c += 32) {
+  float g[CHUNK];
+  if (NORM) {
+    UNROLL for (int j = 0; j < CHUNK; j += 8) load8(NORM_WEIGHT + c * CHUNK + j, g + j);
+  }
+"""
+
+_ROW: Final = r"""
+  UNROLL for (int w = 0; w < R; w++) {
+    float v[CHUNK];
+    UNROLL for (int j = 0; j < CHUNK; j += 8) load8(x + (long)w * K + c * CHUNK + j, v + j);
+    if (NORM) {
+      UNROLL for (int j = 0; j < CHUNK; j++) { squares[w] = FMA(v[j], v[j], squares[w]); v[j] = MUL(v[j], g[j]); }
+    }
+"""
+
+_DENSE: Final = r"""
+  float m[made * CHUNK];
+  UNROLL for (int o = 0; o < made; o++) load8(weight + (long)line[o] * K + c * CHUNK, m + o * CHUNK);
+ROW
+    UNROLL for (int o = 0; o < made; o++) {
+      UNROLL for (int j = 0; j < CHUNK; j++) acc[o * R + w] = FMA(m[o * CHUNK + j], v[j], acc[o * R + w]);
+    }
+  }
+}
+"""
+
+# A number q of 4 or 8 bits as float32 without a conversion: 2^23 + q has q in its last bits.
+_AFFINE: Final = r"""
+  float m[made * CHUNK];
+  float scale[made], bias[made];
+  UNROLL for (int o = 0; o < made; o++) {
+    unsigned words[CHUNK * BITS / 32];
+    WORDS(weight + (long)line[o] * (K / 32 * BITS) + c * (CHUNK * BITS / 32), words);
+    UNROLL for (int j = 0; j < CHUNK; j++) {
+      const unsigned number = words[j * BITS / 32] >> (BITS * j % 32) & ((1u << BITS) - 1u);
+      m[o * CHUNK + j] = AS_FLOAT(0x4b000000u | number) - 8388608.0f;
+    }
+    scale[o] = (float)scales[(long)line[o] * (K / GROUP) + c * CHUNK / GROUP];
+    bias[o] = (float)biases[(long)line[o] * (K / GROUP) + c * CHUNK / GROUP];
+  }
+ROW
+    float plain = 0.0f;
+    UNROLL for (int j = 0; j < CHUNK; j++) plain += v[j];
+    UNROLL for (int o = 0; o < made; o++) {
+      float sum = 0.0f;
+      UNROLL for (int j = 0; j < CHUNK; j++) sum = FMA(m[o * CHUNK + j], v[j], sum);
+      acc[o * R + w] = FMA(scale[o], sum, FMA(bias[o], plain, acc[o * R + w]));
+    }
+  }
+}
+"""
+
+_TAIL: Final = r"""
+UNROLL for (int w = 0; w < R; w++) {
+  const float inverse = NORM ? RSQRT(SUM32(squares[w]) / K + EPS) : 1.0f;
+  UNROLL for (int o = 0; o < OUTPUTS; o++) {
+    float y = SUM32(acc[o * R + w]);
+    if (GLU) {
+      const float u = MUL(SUM32(acc[(made - OUTPUTS + o) * R + w]), inverse);
+      y = MUL(y, inverse);
+      y = y / (1.0f + EXP(-y)) * u;
+    }
+    if (lane == 0 && first + o < N) {
+      if (!GLU) y = FMA(y, inverse, ADDED(w, first + o));
+      out[(long)w * N + first + o] = (T)y;
+    }
+  }
+}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """A quantised weight: words uint32 [N, K bits / 32], scales and biases T [N, K / group]."""
+
+    words: mx.array
+    scales: mx.array
+    biases: mx.array
+    group: int
+    bits: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extras:
+    """What is done in the same launch: norm weight T [K] with eps; glu; add T [R, N] or [N]."""
+
+    norm: mx.array | None = None
+    eps: float = 0.0
+    glu: bool = False
+    add: mx.array | None = None
+
+
+PLAIN: Final = Extras()
+
+
+def _defines(extras: Extras, words: int) -> tuple[tuple[str, str], ...]:
+    added = "0.0f"
+    if extras.add is not None:
+        added = "(float)add[(long)(w) * N + (n)]" if extras.add.ndim == 2 else "(float)add[n]"
+    norm = "x" if extras.norm is None else "norm"
+    return ("EPS", number(extras.eps)), ("NORM_WEIGHT", norm), ("ADDED(w, n)", added), ("WORDS", f"words{words}")
+
+
+def _shape(rows: int, outputs: int, glu: bool) -> tuple[int, int]:
+    """Outputs a simdgroup makes, and simdgroups of a threadgroup. No result depends on it."""
+    each = (4 if rows <= 8 else 2) // (2 if glu else 1)
+    while each > 1 and outputs < 1024 * each:
+        each //= 2
+    return each, 8 if outputs // each >= 8192 else 4
+
+
+def launch(x: mx.array, weight: mx.array | Affine, extras: Extras = PLAIN) -> Launch:
+    """The kernel on the operands of the contract."""
+    (rows, width), affine = x.shape, isinstance(weight, Affine)
+    operands = {"x": x, "weight": weight.words if isinstance(weight, Affine) else weight}
+    if isinstance(weight, Affine):
+        operands |= {"scales": weight.scales, "biases": weight.biases}
+    operands |= {} if extras.norm is None else {"norm": extras.norm}
+    operands |= {} if extras.add is None else {"add": extras.add}
+    outputs = operands["weight"].shape[0] // (2 if extras.glu else 1)
+    bits = weight.bits if isinstance(weight, Affine) else 32
+    chunk = 16 if affine and width >= 1024 else 8
+    each, simdgroups = _shape(rows, outputs, extras.glu)
+    body = _HEAD + (_AFFINE if affine else _DENSE).replace("ROW\n", _ROW) + _TAIL
+    template = {"T": x.dtype, "K": width, "N": outputs, "R": rows, "CHUNK": chunk, "OUTPUTS": each}
+    template |= {"SIMDGROUPS": simdgroups, "NORM": extras.norm is not None, "GLU": extras.glu}
+    if isinstance(weight, Affine):
+        template |= {"BITS": weight.bits, "GROUP": weight.group}
+    kernel = Kernel(
+        "matvec_affine" if affine else "matvec", tuple(operands), "out", body, _defines(extras, chunk * bits // 32)
+    )
+    groups = (-(-outputs // (each * simdgroups)), 1, 1)
+    return Launch(
+        kernel,
+        tuple(operands.values()),
+        tuple(template.items()),
+        groups,
+        32 * simdgroups,
+        (rows, outputs),
+        x.dtype,
+    )
+
+
+def reference(x: mx.array, weight: mx.array | Affine, extras: Extras = PLAIN) -> mx.array:
+    """The same in plain operations, with MLX's roundings in between."""
+    if extras.norm is not None:
+        x = mx.fast.rms_norm(x, extras.norm, extras.eps)
+    if isinstance(weight, Affine):
+        y = mx.quantized_matmul(
+            x,
+            weight.words,
+            weight.scales,
+            weight.biases,
+            transpose=True,
+            group_size=weight.group,
+            bits=weight.bits,
+        )
+    else:
+        y = x @ weight.T
+    if extras.glu:
+        gate, up = mx.split(y, 2, axis=-1)
+        return gate * mx.sigmoid(gate) * up
+    return y if extras.add is None else y + extras.add
+
+
+def supported(x: mx.array, weight: mx.array | Affine) -> bool:
+    """Whether the kernel serves these shapes."""
+    packed = not isinstance(weight, Affine) or (weight.bits in (4, 8) and weight.group in (32, 64, 128))
+    return packed and x.shape[0] <= MAX_ROWS and x.shape[1] % 32 == 0
+
+
+def matvec(
+    x: mx.array, weight: mx.array | Affine, extras: Extras = PLAIN, *, use_kernel: bool | None = None
+) -> mx.array:
+    """Product x weight^T for x T [R, K], T [R, N]. `use_kernel=False` forces the plain operations."""
+    target = chosen(use_kernel)
+    if target is None or not supported(x, weight):
+        return reference(x, weight, extras)
+    return launch(x, weight, extras).run(target)

@@ -1,0 +1,178 @@
+"""Split of the packed projection, q/k norm, rope, and the new rows of K and V into the pool.
+
+Contract: qkv T [R, (H + 2 Hkv) D], heads of q, then k, then v; constants float32 [2 D + ROT / 2]: weights of
+the q norm, of the k norm, then one frequency (radians a position) per rotated pair; pool T [2, Hkv, slots, D],
+K then V; meta and tree as in `rows`. Out: q T [R, H, D]. The pool is written in place: the kernel casts its
+const away, MLX does not see it, and whoever reads the new rows must take q (or something made from it) as an
+operand to come after the write. D is even; angles are float32. Rows round as MLX's own operations do: after the
+norm, after the input scale, after the rotation. A row depends on its own values and position alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import mlx.core as mx
+
+from worker.kernels import rows
+from worker.kernels.dialect import Kernel, Launch, chosen, number
+
+BODY: Final = r"""
+const int head = bx * 4 + sg, pairs = D / 2, each = (pairs + 31) / 32;
+if (head >= H + 2 * HKV) return;
+const bool is_q = head < H, is_v = head >= H + HKV;
+GLOBAL(T) from = qkv + ((long)by * (H + 2 * HKV) + head) * D;
+float a[each], b[each];
+int at_a[each], at_b[each];
+float squares = 0.0f;
+UNROLL for (int i = 0; i < each; i++) {
+  const int p = lane + 32 * i;
+  const bool turned = p < ROT / 2;
+  at_a[i] = turned && !TRADITIONAL ? p : 2 * p;
+  at_b[i] = turned && !TRADITIONAL ? p + ROT / 2 : 2 * p + 1;
+  a[i] = b[i] = 0.0f;
+  if (p < pairs) { a[i] = (float)from[at_a[i]]; b[i] = (float)from[at_b[i]]; }
+  squares = FMA(b[i], b[i], FMA(a[i], a[i], squares));
+}
+if (NORM && !is_v) {
+  const float scale = RSQRT(SUM32(squares) / D + EPS);
+  UNROLL for (int i = 0; i < each; i++) if (lane + 32 * i < pairs) {
+    a[i] = (float)(T)((float)(T)(a[i] * scale) * constants[(is_q ? 0 : D) + at_a[i]]);
+    b[i] = (float)(T)((float)(T)(b[i] * scale) * constants[(is_q ? 0 : D) + at_b[i]]);
+  }
+}
+const int length = meta[0];
+if (!is_v) {
+  const float position = (float)(length + DEPTH(by));
+  UNROLL for (int i = 0; i < each; i++) if (lane + 32 * i < ROT / 2) {
+    const float angle = MUL(position, constants[2 * D + lane + 32 * i]), c = COS(angle), s = SIN(angle);
+    const float x = SCALED ? (float)(T)(a[i] * INPUT_SCALE) : a[i];
+    const float y = SCALED ? (float)(T)(b[i] * INPUT_SCALE) : b[i];
+    a[i] = FMA(x, c, -MUL(y, s));
+    b[i] = FMA(x, s, MUL(y, c));
+  }
+}
+const int index = length + by;
+const long slot = (long)meta[1 + index / PAGE] * PAGE + index % PAGE;
+const int kv = is_v ? HKV + head - H - HKV : head - H;
+OUT(T) to = is_q ? q + ((long)by * H + head) * D : (OUT(T))pool + ((long)kv * pool_shape[2] + slot) * D;
+UNROLL for (int i = 0; i < each; i++) if (lane + 32 * i < pairs) {
+  to[at_a[i]] = (T)a[i];
+  to[at_b[i]] = (T)b[i];
+}
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """The attention's shape and how its rows are turned.
+
+    `rotated`: dimensions that rope turns, 0 for none; `traditional`: pairs are neighbours, else halves;
+    `input_scale`: what turned dimensions of q and k are multiplied with first; `norm_eps`: None where no norm.
+    """
+
+    heads: int
+    kv_heads: int
+    dim: int
+    rotated: int
+    traditional: bool = False
+    input_scale: float = 1.0
+    norm_eps: float | None = None
+
+
+def constants(
+    heads: Heads, frequencies: mx.array | None, q_norm: mx.array | None, k_norm: mx.array | None
+) -> mx.array:
+    """The kernel's constants, float32 [2 D + rotated / 2]; norms T [D], frequencies [rotated / 2]."""
+    parts = [mx.ones((heads.dim,)) if norm is None else norm.astype(mx.float32) for norm in (q_norm, k_norm)]
+    if frequencies is not None:
+        parts.append(frequencies.astype(mx.float32))
+    return mx.concatenate(parts)
+
+
+def launch(  # noqa: PLR0917 - the operands of the contract, in its order
+    qkv: mx.array, table: mx.array, pool: mx.array, meta: mx.array, heads: Heads, tree: mx.array | None = None
+) -> Launch:
+    """The kernel on the operands of the contract; *table* holds the constants."""
+    rows.check_meta(meta)
+    scaled, eps = heads.input_scale != 1.0, heads.norm_eps
+    words = (
+        *rows.WORDS,
+        *(rows.CHAIN if tree is None else rows.TREE),
+        ("EPS", number(eps or 0.0)),
+        ("INPUT_SCALE", number(heads.input_scale)),
+    )
+    operands = {"qkv": qkv, "constants": table, "pool": pool, "meta": meta} | (
+        {} if tree is None else {"tree": tree}
+    )
+    kernel = Kernel("rope_write", tuple(operands), "q", BODY, words)
+    template = (
+        ("T", qkv.dtype),
+        ("D", heads.dim),
+        ("H", heads.heads),
+        ("HKV", heads.kv_heads),
+        ("ROT", heads.rotated),
+        ("NORM", eps is not None),
+        ("TRADITIONAL", heads.traditional),
+        ("SCALED", scaled),
+    )
+    count = qkv.shape[0]
+    groups = (-(-(heads.heads + 2 * heads.kv_heads) // 4), count, 1)
+    return Launch(
+        kernel, tuple(operands.values()), template, groups, 128, (count, heads.heads, heads.dim), qkv.dtype
+    )
+
+
+def _turn(x: mx.array, angles: mx.array, heads: Heads) -> mx.array:
+    """Rope of x T [R, n, D] at angles float32 [R, rotated / 2]."""
+    dtype, turned, rest = x.dtype, x[..., : heads.rotated], x[..., heads.rotated :]
+    if heads.input_scale != 1.0:
+        turned = (turned * heads.input_scale).astype(dtype)
+    turned = turned.astype(mx.float32)
+    pairs = (*turned.shape[:-1], -1, 2) if heads.traditional else (*turned.shape[:-1], 2, -1)
+    axis = -1 if heads.traditional else -2
+    a, b = (part.squeeze(axis) for part in mx.split(turned.reshape(pairs), 2, axis=axis))
+    c, s = mx.cos(angles)[:, None], mx.sin(angles)[:, None]
+    new = mx.stack([a * c - b * s, a * s + b * c], axis=axis).reshape(turned.shape)
+    return mx.concatenate([new.astype(dtype), rest], axis=-1)
+
+
+def reference(  # noqa: PLR0917 - as above
+    qkv: mx.array, table: mx.array, pool: mx.array, meta: mx.array, heads: Heads, tree: mx.array | None = None
+) -> tuple[mx.array, mx.array]:
+    """The same in plain operations: q, and a new pool."""
+    count = qkv.shape[0]
+    parts = qkv.reshape(count, -1, heads.dim)
+    q, k, v = mx.split(parts, [heads.heads, heads.heads + heads.kv_heads], axis=1)
+    if heads.norm_eps is not None:
+        q = mx.fast.rms_norm(q, table[: heads.dim].astype(q.dtype), heads.norm_eps)
+        k = mx.fast.rms_norm(k, table[heads.dim : 2 * heads.dim].astype(k.dtype), heads.norm_eps)
+    if heads.rotated:
+        positions = (meta[0] + rows.depths(count, tree)).astype(mx.float32)
+        angles = positions[:, None] * table[None, 2 * heads.dim :]
+        q, k = _turn(q, angles, heads), _turn(k, angles, heads)
+    slots = rows.slots(meta, meta[0] + mx.arange(count, dtype=mx.int32))
+    new = mx.stack([k, v]).swapaxes(1, 2)
+    return q, mx.put_along_axis(pool, mx.broadcast_to(slots[None, None, :, None], new.shape), new, axis=2)
+
+
+def rope_write(  # noqa: PLR0917 - as above
+    qkv: mx.array,
+    table: mx.array,
+    pool: mx.array,
+    meta: mx.array,
+    heads: Heads,
+    tree: mx.array | None = None,
+    *,
+    use_kernel: bool | None = None,
+) -> tuple[mx.array, mx.array]:
+    """The turned q T [R, H, D], and the pool with the new rows of K and V.
+
+    The kernel writes the pool it was given and returns it: take q as an operand before reading the new rows. The
+    plain operations (`use_kernel=False`) return a new pool.
+    """
+    target = chosen(use_kernel)
+    if target is None or heads.dim % 2:
+        return reference(qkv, table, pool, meta, heads, tree)
+    return launch(qkv, table, pool, meta, heads, tree).run(target), pool
