@@ -117,9 +117,9 @@ class Stream(StreamView):
 
     def __del__(self) -> None:
         if self._unreadable:
-            warnings.warn(UNREAD, ResourceWarning, stacklevel=1)
             # The collector may come in the middle of anything: the client cancels when it moves next.
             self._client._dropped.append(self._state)  # noqa: SLF001 - a stream is a handle of its client
+            warnings.warn(UNREAD, ResourceWarning, stacklevel=1)
 
     def __iter__(self) -> Iterator[Piece]:
         return self

@@ -182,6 +182,7 @@ def test_credit_is_given_back_as_the_reader_reads(client: Client, broker: FakeBr
     assert broker.wait_for(GiveCredit).upto_seq == 3
     next(stream)
     assert broker.wait_for(GiveCredit, 2).upto_seq == 4
+    stream.cancel()
 
 
 def test_streams_of_one_client_are_read_in_any_order(client: Client, broker: FakeBroker) -> None:
