@@ -110,12 +110,13 @@ def test_a_broker_that_is_away_in_the_middle_of_a_job_gets_its_worker_back(away)
 # --- a worker that leaves
 
 
-def test_a_worker_told_to_stop_ends_its_job_and_the_line_waits_for_the_next_worker():
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_worker_told_to_stop_ends_its_job_and_the_line_waits_for_the_next_worker(told):
     with service(*QUICK) as broker:
         worker, producer = worker_of(broker), broker.producer()
         running, *queued = [ask(producer, 50)] + [ask(producer) for _ in range(2)]
         producer.expect(m.Chunk, running)
-        worker.send(signal.SIGTERM)
+        worker.send(told)
         assert worker.ended() == 0, worker.said()
         all_run(producer, running)
         assert producer.health()["line"]["depth"] == 2
