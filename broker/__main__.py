@@ -65,7 +65,8 @@ def _tracer(settings: Settings, identity: Identity) -> Tracer | None:
     try:
         exporters = tracing.exporters(settings.trace_file, settings.otlp_endpoint)
     except (OSError, ValueError) as error:
-        raise SettingsError(f"Spans cannot be written: {error}.") from error
+        where = f"--trace-file {settings.trace_file}" if isinstance(error, OSError) else "--otlp-endpoint"
+        raise SettingsError(f"Spans cannot be written to {where}: {error}.") from error
     return tracing.SpanTracer(exporters, version=identity.version, boot_id=identity.boot_id)
 
 

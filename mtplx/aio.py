@@ -9,6 +9,7 @@ import asyncio
 import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from types import TracebackType
@@ -21,6 +22,7 @@ from mtplx.client import (
     NO_STATUS,
     NOT_ADMITTED,
     NOT_WELCOMED,
+    UNREAD,
     WITHDRAWN,
     StreamView,
     endpoint_of,
@@ -41,6 +43,12 @@ class AsyncStream(StreamView):
         super().__init__(state)
         self._client = client
 
+    def __del__(self) -> None:
+        if self._unreadable:
+            warnings.warn(UNREAD, ResourceWarning, stacklevel=1)
+            # The collector may come in the middle of anything: the client cancels when it moves next.
+            self._client._dropped.append(self._state)  # noqa: SLF001 - a stream is a handle of its client
+
     def __aiter__(self) -> AsyncIterator[Piece]:
         return self
 
@@ -57,7 +65,7 @@ class AsyncStream(StreamView):
             pass
         return result_of(self._state)
 
-    def cancel(self) -> None:
+    async def cancel(self) -> None:
         """Ask for the job's end; its last word still comes."""
         self._client._cancel(self._state)  # noqa: SLF001 - as above
 
@@ -85,6 +93,8 @@ class AsyncClient:
         self._closed = False
         self._connecting = 0
         self._changed = asyncio.Event()
+        # Streams that the collector took, to be cancelled.
+        self._dropped: deque[StreamState] = deque()
         # The loop must not keep a dropped client alive.
         self._weak_turn = weakref.WeakMethod(self._turn)
 
@@ -120,10 +130,13 @@ class AsyncClient:
         await self._open()
         state = self._session.submit(wanted, options)
         self._turn()
+        waited = False
         try:
             await self._wait_for_answer(lambda: state.admitted is not None or state.ended, NOT_ADMITTED)
+            waited = True
         finally:
-            if state.admitted is None:
+            # Also when it was admitted in the same moment: nobody would hold its stream.
+            if not waited:
                 self._session.give_up(state, BrokerUnreachableError(WITHDRAWN))
                 self._turn()
         if state.admitted is None and state.error is not None:
@@ -131,13 +144,16 @@ class AsyncClient:
         return AsyncStream(self, state)
 
     async def run(self, job: Asked = None, **arguments: Unpack[SubmitArguments]) -> Result:
-        """Submit a job and wait for its result; arguments as for `submit`. Cancelled, it cancels the job."""
+        """Submit a job and wait for its result; arguments as for `submit`.
+
+        Cancelled, it cancels the job, unless that is to `finish`.
+        """
         stream = await self.submit(job, **arguments)
         try:
             return await stream.result()
-        except asyncio.CancelledError:
-            stream.cancel()
-            raise
+        finally:
+            if stream._orphaned:  # noqa: SLF001 - a stream is a handle of its client
+                self._cancel(stream._state)  # noqa: SLF001 - as above
 
     async def cancel(self, job_id: bytes) -> dict[str, Any]:
         """Cancel any job of this broker by its id; returns the job's state afterwards."""
@@ -190,6 +206,8 @@ class AsyncClient:
 
     def _turn(self) -> None:
         """Move everything that can move. Descriptors fire once for many messages, so ask to be called again."""
+        while self._dropped:
+            self._session.give_up(self._dropped.popleft(), BrokerUnreachableError(UNREAD))
         if self._link is not None and self._loop is not None and self._link.turn():
             self._loop.call_soon(_call, self._weak_turn)
             self._changed.set()

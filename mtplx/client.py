@@ -11,6 +11,7 @@ import select
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
@@ -31,7 +32,8 @@ NOT_WELCOMED: Final = "No broker answers"
 NOT_ADMITTED: Final = "The broker does not admit the job"
 NO_STATUS: Final = "The broker does not answer STATUS"
 CLOSED: Final = "This client is closed."
-WITHDRAWN: Final = "The job was withdrawn before its admission."
+UNREAD: Final = "A stream with credit was dropped before its end; its job is cancelled."
+WITHDRAWN: Final = "The job was withdrawn: its submit was interrupted."
 
 
 def endpoint_of(endpoint: str | None, settings: Settings | None) -> str:
@@ -87,6 +89,17 @@ class StreamView:
         return self._state.text
 
     @property
+    def _orphaned(self) -> bool:
+        """True for a job that goes on and whose only reader leaves."""
+        return not self._state.ended and not self._state.submit.finish
+
+    @property
+    def _unreadable(self) -> bool:
+        """True for a job that waits for credit, which only a reader gives, and goes on for ever without one."""
+        state = self._state
+        return state.submit.credit is not None and not state.ended and not state.cancel_wanted
+
+    @property
     def ended(self) -> bool:
         """True once the last word is here."""
         return self._state.ended
@@ -101,6 +114,12 @@ class Stream(StreamView):
     def __init__(self, client: Client, state: StreamState) -> None:
         super().__init__(state)
         self._client = client
+
+    def __del__(self) -> None:
+        if self._unreadable:
+            warnings.warn(UNREAD, ResourceWarning, stacklevel=1)
+            # The collector may come in the middle of anything: the client cancels when it moves next.
+            self._client._dropped.append(self._state)  # noqa: SLF001 - a stream is a handle of its client
 
     def __iter__(self) -> Iterator[Piece]:
         return self
@@ -157,6 +176,8 @@ class Client:
         self.idle_timeout = idle_timeout
         self.endpoint = endpoint_of(endpoint, settings)
         self._changed = threading.Condition()
+        # Streams that the collector took, to be cancelled.
+        self._dropped: deque[StreamState] = deque()
         # The thread that waits on the descriptors.
         self._reader: int | None = None
         self._session = Session(self.endpoint, client=CLIENT_NAME)
@@ -190,18 +211,29 @@ class Client:
             self._check_open()
             state = self._session.submit(wanted, options)
             self._push()
+        waited = False
         try:
             self._wait_for_answer(lambda: state.admitted is not None or state.ended, NOT_ADMITTED)
+            waited = True
         finally:
-            if state.admitted is None:
+            # Also when it was admitted in the same moment: nobody would hold its stream.
+            if not waited:
                 self._withdraw(state)
         if state.admitted is None and state.error is not None:
             raise state.error
         return Stream(self, state)
 
     def run(self, job: Asked = None, **arguments: Unpack[SubmitArguments]) -> Result:
-        """Submit a job and wait for its result; arguments as for `submit`."""
-        return self.submit(job, **arguments).result()
+        """Submit a job and wait for its result; arguments as for `submit`.
+
+        Interrupted, it cancels the job, unless that is to `finish`.
+        """
+        stream = self.submit(job, **arguments)
+        try:
+            return stream.result()
+        finally:
+            if stream._orphaned:  # noqa: SLF001 - as above
+                stream.cancel()
 
     def cancel(self, job_id: bytes) -> dict[str, Any]:
         """Cancel any job of this broker by its id; returns the job's state afterwards.
@@ -309,6 +341,7 @@ class Client:
                     if ready():
                         return
                     self._check_open()
+                    self._cancel_dropped()
                     if self._reader is not None:
                         self._changed.wait(patience.left(time.monotonic()))
                         continue
@@ -326,6 +359,10 @@ class Client:
                     self._rise()
                 self._changed.notify_all()
 
+    def _cancel_dropped(self) -> None:
+        while self._dropped:
+            self._session.give_up(self._dropped.popleft(), BrokerUnreachableError(UNREAD))
+
     def _rise(self) -> None:
         """Give up the descriptors."""
         self._reader = None
@@ -334,6 +371,7 @@ class Client:
 
     def _push(self) -> None:
         """Send what was queued. That may swallow the reader's signal for what came in: wake it."""
+        self._cancel_dropped()
         if self._link is not None:
             while self._link.turn():
                 pass

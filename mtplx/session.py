@@ -120,7 +120,7 @@ class Session:
         """
         limit = self.welcome.limits.get("max_job_bytes") if self.welcome else None
         message = submit_of(job, options, limit if isinstance(limit, int) else None)
-        state = self.streams[message.id] = StreamState(message)
+        state = self.streams[message.id] = StreamState(message, job.metadata or None)
         self._open[id(state)] = state
         self.outbox.append(message)
         return state

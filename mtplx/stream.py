@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from sys import byteorder
 from typing import Any, Final
@@ -57,6 +57,7 @@ class Result:
 
     finish_reason: `stop`, `length` or `cancelled`. usage: tokens. timings: seconds. run: how it ran
     (`model`, `route`, `attempt`, `max_tokens_used`, ...). sha256: of the ids as little-endian uint32.
+    logprobs: one entry for each of `ids`, as in `Piece`, where the job asked for them. metadata: the job's own.
     """
 
     text: str
@@ -68,10 +69,13 @@ class Result:
     sha256: str
     run: dict[str, Any]
     id: bytes
+    logprobs: Logprobs | None = None
+    metadata: Mapping[str, str] | None = None
 
     def to_map(self) -> dict[str, Any]:
-        """The result as JSON can hold it; `id` in hex."""
-        return {**asdict(self), "ids": list(self.ids), "id": self.id.hex()}
+        """The result as JSON can hold it; `id` in hex. What the job did not ask for or have is left out."""
+        told = {**asdict(self), "ids": list(self.ids), "id": self.id.hex()}
+        return {name: value for name, value in told.items() if value is not None}
 
 
 def error_of(error: Error) -> WireError:
@@ -98,8 +102,9 @@ class StreamState:
     is its reader's wish, to be said again on a new connection.
     """
 
-    def __init__(self, submit: Submit) -> None:
+    def __init__(self, submit: Submit, metadata: Mapping[str, str] | None = None) -> None:
         self.submit = submit
+        self.metadata = metadata
         self.id = submit.id
         self.pieces: deque[Piece] = deque()
         self.admitted: Admitted | None = None
@@ -110,6 +115,7 @@ class StreamState:
         self.cancel_wanted = False
         self.ids: list[int] = []
         self._texts: list[str] = []
+        self._logprobs: list[tuple[tuple[int, float], ...]] = []
         self._seq = 0
         self._read = 0
         self._granted = submit.credit or 0
@@ -189,6 +195,7 @@ class StreamState:
         self._seq += 1
         self.ids.extend(chunk.ids)
         self._texts.append(chunk.text)
+        self._logprobs.extend(chunk.logprobs or ())
         self.pieces.append(Piece(chunk.text, chunk.ids, chunk.logprobs, chunk.first))
 
     def _done(self, done: Done) -> None:
@@ -208,6 +215,9 @@ class StreamState:
             sha256=done.sha256,
             run=done.run,
             id=self.id,
+            # All or none: entries that stand for no certain token would mislead.
+            logprobs=tuple(self._logprobs) if self._logprobs and len(self._logprobs) == len(self.ids) else None,
+            metadata=self.metadata,
         )
 
 

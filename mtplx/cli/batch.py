@@ -1,33 +1,32 @@
 """`mtplx batch jobs.jsonl -o results.jsonl`: many jobs, results in the order of the input, resumable.
 
-A result line is {"line", "digest", "id"?, "result"} or {"line", "digest", "id"?, "error"}; `digest` is
-the SHA-256 of the job's line, so that a changed input is noticed when the work is taken up again. A job
-that somebody cancelled is an error with the code "cancelled", and what it had so far in `detail`.
+`results.py` has the form of a result line. A job that somebody cancelled is an error with the code
+"cancelled", and what it had so far in `detail`.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Final, NamedTuple, Self
+from typing import Any, Final, Self
 
 import click
 from rich.console import Console
 from rich.progress import Progress
 
+from mtplx.cli.connect import connect
 from mtplx.cli.options import connection_options, load_settings
+from mtplx.cli.results import Line, ResultsFile
+from mtplx.cli.signals import ctrl_c_by_sigterm
 from mtplx.client import Client, Stream
-from mtplx.errors import BadJobError, BusyError, SettingsError, WireError
+from mtplx.errors import BadJobError, BusyError, WireError
 from mtplx.job import Job
 from mtplx.stream import Result
 
@@ -37,14 +36,8 @@ MAX_TRIES: Final = 3
 DEFAULT_RETRY_MS: Final = 1000
 
 
-Line = tuple[int, bytes]
-
-
-class Kept(NamedTuple):
-    """A result of an earlier run: its line of the file, and whether it is an error."""
-
-    line: bytes
-    failed: bool
+# Seconds between two lines of progress where stderr is no terminal.
+REPORT_S: Final = 10.0
 
 
 @dataclass(slots=True)
@@ -167,68 +160,6 @@ def cancelled_map(result: Result) -> dict[str, Any]:
     }
 
 
-def line_of(record: dict[str, Any]) -> bytes:
-    """A record as its line; always UTF-8, whatever the input's strings hold."""
-    try:
-        return json.dumps(record, ensure_ascii=False).encode() + b"\n"
-    except UnicodeEncodeError:
-        # Half a surrogate pair, which JSON can escape and UTF-8 cannot hold.
-        return json.dumps(record).encode() + b"\n"
-
-
-def take_up(results: IO[bytes], lines: list[Line], source: Path) -> list[Kept]:
-    """The results that are there already; cuts off a torn last line.
-
-    Raises:
-        SettingsError: the results are not those of this input.
-    """
-    results.seek(0)
-    data = results.read()
-    whole = data[: data.rfind(b"\n") + 1]
-    results.truncate(len(whole))
-    results.seek(len(whole))
-    records = whole.splitlines()
-    if len(records) > len(lines):
-        raise SettingsError(f"There are more results than jobs in {source}; it was changed. Choose another -o.")
-    kept = []
-    for record, (number, line) in zip(records, lines, strict=False):
-        try:
-            told = json.loads(record)
-            same = told["line"] == number and told["digest"] == hashlib.sha256(line).hexdigest()
-            kept.append(Kept(record + b"\n", failed="error" in told))
-        except (ValueError, KeyError, TypeError):
-            raise SettingsError(f"The results file has a line that is no result: {record[:60]!r}.") from None
-        if not same:
-            raise SettingsError(
-                f"Line {number} of {source} is not the job whose result is there; it was changed. "
-                "Choose another -o, or remove the results to begin again."
-            )
-    return kept
-
-
-def renew(output: Path, kept: list[Kept], retried: Iterator[dict[str, Any]]) -> IO[bytes]:
-    """Put the records of *retried*, which come in order, in the places of the failed ones; the file from then on.
-
-    The old file stays as it is until the new one stands beside it, whole. Ctrl-C, or a broker that is gone,
-    keeps every record: the new one where there was time for it, else the old one.
-    """
-    beside = output.with_name(f"{output.name}.new")
-    renewed = beside.open("wb")
-    # The lock goes over with the name.
-    fcntl.flock(renewed, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    lines = [old.line for old in kept]
-    try:
-        for place, old in enumerate(kept):
-            if old.failed:
-                lines[place] = line_of(next(retried))
-    finally:
-        renewed.writelines(lines)
-        renewed.flush()
-        os.fsync(renewed.fileno())
-        beside.replace(output)
-    return renewed
-
-
 @click.command()
 @click.argument("source", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True, help="Results.")
@@ -239,31 +170,28 @@ def batch(context: click.Context, /, source: Path, output: Path, retry_failed: b
     """Run the jobs of SOURCE, one JSON object a line, and append their results in the same order.
 
     Started again after a stop, it goes on where it stopped. A job that failed (it was wrong, it was cancelled,
-    or worker or broker were lost three times) has its error as its result and stays so, unless
-    --retry-failed is given: then such jobs are run again first, and each new result takes the old one's place.
+    or worker or broker were lost three times) has its error as its result. It is run again, and its new
+    result takes the old one's place, when its line was edited, or with --retry-failed. Other lines that have
+    a result must not change.
     """
     settings = load_settings(flags, context.obj)
     lines = [(number, line) for number, line in enumerate(source.read_bytes().splitlines(), 1) if line.strip()]
-    with ExitStack() as open_files:
-        results: IO[bytes] = open_files.enter_context(output.open("a+b"))
-        try:
-            fcntl.flock(results, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SettingsError(f"Another batch writes to {output}.") from None
-        kept = take_up(results, lines, source)
-        again = [line for line, old in zip(lines, kept, strict=False) if old.failed and retry_failed]
+    with ResultsFile(output, source) as results:
+        results.take_up(lines)
+        kept = results.kept
+        again = [place for place, old in enumerate(kept) if old.failed and (retry_failed or old.edited)]
         failed = sum(old.failed for old in kept) - len(again)
         done = len(kept) - len(again)
         if done < len(lines):
-            with Client(settings=settings) as client, _Progress(done, len(lines)) as progress:
+            with ctrl_c_by_sigterm(), connect(settings) as client, _Progress(done, len(lines)) as progress:
+                results.begin()
                 if again:
-                    retried = progress.counted(Batch(client, _items(again)).results())
-                    results = open_files.enter_context(renew(output, kept, retried))
+                    retried = Batch(client, _items([lines[place] for place in again])).results()
+                    results.replace(again, progress.counted(retried))
                 for record in progress.counted(Batch(client, _items(lines[len(kept) :])).results()):
-                    results.write(line_of(record))
-                    results.flush()
+                    results.append(record)
             failed += progress.failed
-    hint = "" if retry_failed or not failed else "; --retry-failed runs the failed ones again"
+    hint = "" if retry_failed or not failed else "; repair their lines, or use --retry-failed"
     click.echo(f"{len(lines)} jobs, {failed} failed, {done} were done before; results in {output}{hint}", err=True)
     context.exit(1 if failed else 0)
 
@@ -273,18 +201,27 @@ def _items(lines: list[Line]) -> Iterator[Item]:
 
 
 class _Progress:
-    """A bar on a terminal, and the count of failed jobs."""
+    """A bar on a terminal, elsewhere a line now and then; and the count of failed jobs."""
 
-    def __init__(self, done: int, total: int) -> None:
+    def __init__(self, done: int, total: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.failed = 0
-        self._bar = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
+        self._done, self._total = done, total
+        self._clock = clock
+        self._told = clock()
+        self._terminal = sys.stderr.isatty()
+        self._bar = Progress(console=Console(stderr=True), disable=not self._terminal)
         self._task = self._bar.add_task("jobs", total=total, completed=done)
 
     def counted(self, records: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """*records* as they are."""
         for record in records:
             self.failed += "error" in record
-            yield record
+            self._done += 1
             self._bar.advance(self._task)
+            if not self._terminal and self._clock() - self._told >= REPORT_S:
+                self._told = self._clock()
+                click.echo(f"{self._done} of {self._total} jobs, {self.failed} failed so far", err=True)
+            yield record
 
     def __enter__(self) -> Self:
         self._bar.start()

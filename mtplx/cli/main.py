@@ -14,7 +14,15 @@ from mtplx.cli.options import settings_options
 from mtplx.cli.pull import pull
 from mtplx.cli.run import INTERRUPTED, run
 from mtplx.cli.serve import serve
-from mtplx.errors import MtplxError
+from mtplx.errors import MtplxError, WireError
+
+
+def for_people(error: MtplxError) -> str:
+    """The sentence of *error* for somebody at a terminal, who has no ids and no fields of a message."""
+    told = str(error).replace("submit it again under a new id", "run it again")
+    if isinstance(error, WireError) and error.retry_after_ms is not None:
+        told = told.replace("after retry_after_ms", f"in {error.retry_after_ms} ms")
+    return told
 
 
 class Commands(click.Group):
@@ -25,7 +33,7 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except MtplxError as error:
-            click.echo(f"mtplx: {error}", err=True)
+            click.echo(f"mtplx: {for_people(error)}", err=True)
             ctx.exit(int(error.exit_code))
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import click
 
+from mtplx.cli.connect import connect
 from mtplx.cli.options import connection_options, load_settings
 from mtplx.client import Client
 
@@ -20,7 +21,7 @@ _ROW: Final = "{:<32}  {:<10}  {:>8}  {:>11}  {:>6}  {}"
 @click.pass_context
 def health(context: click.Context, /, as_json: bool, **flags: Any) -> None:
     """Show the state of broker, worker and line."""
-    with Client(settings=load_settings(flags, context.obj)) as client:
+    with connect(load_settings(flags, context.obj)) as client:
         report = client.health()
     if as_json:
         click.echo(json.dumps(report, indent=2))
@@ -34,7 +35,7 @@ def health(context: click.Context, /, as_json: bool, **flags: Any) -> None:
 @click.pass_context
 def jobs(context: click.Context, /, as_json: bool, **flags: Any) -> None:
     """List the running job, those that wait, and finished ones."""
-    with Client(settings=load_settings(flags, context.obj)) as client:
+    with connect(load_settings(flags, context.obj)) as client:
         listed = client.status(jobs=True)
     if as_json:
         click.echo(json.dumps(listed, indent=2))
@@ -51,7 +52,7 @@ def jobs(context: click.Context, /, as_json: bool, **flags: Any) -> None:
 @click.pass_context
 def cancel(context: click.Context, /, job_id: str, **flags: Any) -> None:
     """End the job ID (hexadecimal; the first digits are enough where they are unique)."""
-    with Client(settings=load_settings(flags, context.obj)) as client:
+    with connect(load_settings(flags, context.obj)) as client:
         state = client.cancel(bytes.fromhex(_full_id(client, job_id.lower())))
     click.echo(f"{state['id']} {state['state']} {state.get('outcome', '')}".rstrip())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -38,10 +38,19 @@ def load_settings(options: Mapping[str, Any], outer: Mapping[str, Any] | None = 
     return Settings.load(asked, config=config)
 
 
+def _default(item: Field[Any]) -> str:
+    value = item.default if item.default_factory is MISSING else item.default_factory()
+    if value in (None, ""):
+        return ""
+    return f"  [default: {str(value).replace(str(Path.home()), '~', 1)}]"
+
+
 def _options(command: Command, names: tuple[str, ...]) -> Command:
     for item in reversed(fields(Settings)):
         if item.name in names:
-            option = click.option(flag(item.name), item.name, metavar="VALUE", help=item.metadata["help"])
+            option = click.option(
+                flag(item.name), item.name, metavar="VALUE", help=item.metadata["help"] + _default(item)
+            )
             command = option(command)
     config = click.option("--config", type=click.Path(path_type=Path), help="Settings file (TOML).")
     return config(command)

@@ -9,9 +9,11 @@ from typing import Any, Final
 
 import click
 
+from mtplx.cli.connect import connect
 from mtplx.cli.options import CONNECTION, connection_options, load_settings
-from mtplx.client import Client, Stream
-from mtplx.errors import MtplxError
+from mtplx.cli.signals import ctrl_c_by_sigterm
+from mtplx.client import Stream
+from mtplx.errors import Exit, MtplxError
 from mtplx.stream import Result
 
 INTERRUPTED: Final = 130
@@ -37,7 +39,7 @@ def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command()
-@click.argument("prompt")
+@click.argument("prompt", required=False)
 @click.option("--system", help="System message before the prompt.")
 @click.option("--raw", is_flag=True, help="Send the prompt as it is, without the model's chat template.")
 @click.option("--json", "as_json", is_flag=True, help="Print the whole last word as one JSON object.")
@@ -45,14 +47,15 @@ def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @job_options
 @connection_options
 @click.pass_context
-def run(context: click.Context, /, prompt: str, as_json: bool, stats: bool, **given: Any) -> None:
-    """Run one PROMPT (`-` reads it from stdin) and stream the answer."""
+def run(context: click.Context, /, prompt: str | None, as_json: bool, stats: bool, **given: Any) -> None:
+    """Run one PROMPT (`-` reads it from stdin) and stream the answer.
+
+    The prompt is the user's message of a chat, unless --raw is given.
+    """
     connection = {name: given.pop(name) for name in ("config", *CONNECTION)}
     settings = load_settings(connection, context.obj)
-    if prompt == "-":
-        prompt = sys.stdin.read()
-    fields = job_fields(prompt, **given)
-    with Client(settings=settings) as client:
+    fields = job_fields(read_prompt(prompt), **given)
+    with ctrl_c_by_sigterm(), connect(settings) as client:
         stream = client.submit(**fields)
         result, code = _follow(stream, show=not as_json)
     if as_json and result is not None:
@@ -60,6 +63,24 @@ def run(context: click.Context, /, prompt: str, as_json: bool, stats: bool, **gi
     if stats and result is not None:
         click.echo(summary(result), err=True)
     context.exit(code)
+
+
+def read_prompt(prompt: str | None) -> str:
+    """The prompt of the command line, or of stdin.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if prompt is None:
+        raise click.UsageError("Missing argument 'PROMPT'; `-` reads it from stdin.")
+    if prompt == "-":
+        try:
+            prompt = sys.stdin.buffer.read().decode()
+        except UnicodeDecodeError as error:
+            raise click.UsageError(f"stdin is not UTF-8: {error.reason} at byte {error.start}.") from None
+    if not prompt.strip():
+        raise click.UsageError("The prompt is empty.")
+    return prompt
 
 
 def job_fields(prompt: str, *, system: str | None, raw: bool, **given: Any) -> dict[str, Any]:
@@ -93,17 +114,27 @@ def tokens_per_s(result: Result) -> float | None:
 
 
 def _follow(stream: Stream, *, show: bool) -> tuple[Result | None, int]:
+    shown = False
     try:
         for piece in stream:
             if show:
+                shown = True
                 click.echo(piece.text, nl=False)
         result = stream.result()
-        if show:
-            click.echo()
     except KeyboardInterrupt:
         stream.cancel()
         return _last_word(stream, show=show), INTERRUPTED
-    return result, 0
+    except MtplxError:
+        # What is said about it begins a line of its own.
+        if shown:
+            click.echo()
+        raise
+    if show:
+        click.echo()
+    if result.finish_reason == "cancelled":
+        click.echo(f"cancelled after {len(result.ids)} tokens", err=True)
+        return result, Exit.FAILED
+    return result, Exit.OK
 
 
 def _last_word(stream: Stream, *, show: bool) -> Result | None:

@@ -1,15 +1,36 @@
-"""How the programs of the command line that start others hear of SIGINT, SIGTERM and SIGHUP."""
+"""How the commands hear of SIGINT, SIGTERM and SIGHUP."""
 
 from __future__ import annotations
 
 import select
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Final, Self
 
 STOPS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _install(number: signal.Signals, handler: Callable[[int, FrameType | None], Any]) -> Any:
+    """Set *handler*; returns the one before it. A SIGHUP that `nohup` has switched off stays off."""
+    before = signal.getsignal(number)
+    if number != signal.SIGHUP or before is not signal.SIG_IGN:
+        signal.signal(number, handler)
+    return before
+
+
+@contextmanager
+def ctrl_c_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP interrupt this block as Ctrl-C does (main thread), so that it says goodbye."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [_install(number, signal.default_int_handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 class Signals:
@@ -35,7 +56,7 @@ class Signals:
         self._reader.setblocking(False)
         self._writer.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._before = [signal.signal(number, self._on_signal) for number in STOPS]
+        self._before = [_install(number, self._on_signal) for number in STOPS]
         return self
 
     def __exit__(

@@ -256,3 +256,18 @@ def test_an_encoded_chat_of_a_pulled_model_has_one_begin_token_per_message(index
     tokenizer = load(pulling.pull(NAME, tmp_path / "cache", lambda _: None)).tokenizer
     job = Job.parse({"messages": [{"role": "user", "content": "the"}] * 2})
     assert encode_prompt(tokenizer, job).count(1) == 2
+
+
+def test_the_progress_of_a_download_never_runs_backwards(tmp_path):
+    recipe = pulling.Recipe("pack==1", "", 3 << 20, MEMBER)
+    said: list[str] = []
+    growth = pulling.Growth(recipe, tmp_path, said.append)
+    for size in (1 << 20, 2 << 20, 0, 9 << 20, 0):
+        (tmp_path / "part").write_bytes(bytes(size))
+        growth()
+    assert [line.split(": ")[1] for line in said] == [f"{n} of 3 MiB" for n in (1, 2, 2, 3, 3)]
+
+
+def test_an_unknown_name_is_told_that_a_hub_id_needs_no_pull(tmp_path):
+    with pytest.raises(ModelFilesError, match="mtplx serve --model mlx-community/some-model"):
+        pulling.pull("mlx-community/some-model", tmp_path, print)

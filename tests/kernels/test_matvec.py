@@ -64,8 +64,9 @@ def check(shape: Shape, kind: str, seed: int) -> None:
     x = draw(random, (shape.rows, shape.width), TYPES[shape.dtype])
     out, _ = standin.run(matvec.launch(x, weight, extras))
     close(out, truth(wide(x), values, extras))
-    # MLX's quantised product on the CPU adds up in the type itself.
-    close(matvec.matvec(x, weight, extras, use_kernel=False), truth(wide(x), values, extras), slack=8)
+    # MLX's quantised product on the CPU adds up in the type itself: it says nothing in 16 bits.
+    if shape.packing is None or shape.dtype == "float32":
+        close(matvec.matvec(x, weight, extras, use_kernel=False), truth(wide(x), values, extras), slack=2)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_the_whole_sweep_agrees_with_float64(packing: tuple[int, int] | None) ->
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize(("packing", "dtype"), zip([None, None, None, *PACKINGS], [*TYPES] * 3, strict=True))
+@pytest.mark.parametrize(("packing", "dtype"), list(zip([None, None, None, *PACKINGS], [*TYPES] * 3, strict=True)))
 def test_bits_hold_for_every_row_count(packing: tuple[int, int] | None, dtype: str) -> None:
     kind = "norm glu" if packing in (None, (4, 64), (8, 32)) else "norm residual"
     invariance(Shape(1, 640, 40, dtype, packing), kind, tuple(range(2, 17)))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +18,11 @@ from whole.harness import service
 from mtplx.cli import demo, pull, run, serve
 from mtplx.cli.main import main
 from mtplx.cli.options import load_settings
+from mtplx.cli.signals import Signals, ctrl_c_by_sigterm
 from mtplx.cli.spans import read_spans
-from mtplx.client import Client
 from mtplx.errors import SettingsError
-from mtplx.messages import Cancel, Error, Submit
+from mtplx.link import Link
+from mtplx.messages import Bye, Cancel, Error, Submit
 from mtplx.settings import SchedulerMode, Settings
 from mtplx.wire import unpack_body
 
@@ -121,6 +125,92 @@ def test_a_failing_job_is_one_sentence_and_exit_code_1(broker: FakeBroker) -> No
     assert (said.exit_code, said.stderr) == (1, "mtplx: The model gave NaN.\n")
 
 
+def test_an_error_after_half_an_answer_begins_a_line_of_its_own(broker: FakeBroker) -> None:
+    broker.reply = lambda it, submit: [
+        it.admit(submit),
+        *chunks(submit.id)[:2],
+        Error(
+            code="E_WORKER_LOST",
+            message="The worker died while it ran this job; submit it again under a new id.",
+            retryable=True,
+            id=submit.id,
+        ),
+    ]
+    said = mtplx("run", "--front", broker.endpoint, "Hi")
+    assert (said.exit_code, said.stdout) == (1, "The sky \n")
+    assert said.stderr == "mtplx: The worker died while it ran this job; run it again.\n"
+
+
+def test_a_full_line_says_when_to_come_back(broker: FakeBroker) -> None:
+    broker.reply = lambda _, submit: [
+        Error(
+            code="E_QUEUE_FULL",
+            message="The line is full: 4 jobs wait, the limit is 4. Submit again after retry_after_ms.",
+            retryable=True,
+            id=submit.id,
+            retry_after_ms=250,
+        )
+    ]
+    said = mtplx("run", "--front", broker.endpoint, "Hi")
+    assert (said.exit_code, "Submit again in 250 ms." in said.stderr) == (1, True)
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_a_job_that_somebody_else_cancelled_is_told(broker: FakeBroker, flags: tuple[str, ...]) -> None:
+    broker.reply = lambda it, submit: [
+        it.admit(submit),
+        *chunks(submit.id)[:2],
+        done(submit.id, WORDS[:2], outcome="cancelled"),
+    ]
+    said = mtplx("run", "--front", broker.endpoint, *flags, "Hi")
+    assert (said.exit_code, said.stderr) == (1, "cancelled after 2 tokens\n")
+    assert "The sky " in said.stdout
+
+
+@pytest.mark.parametrize("command", ["run", "batch"])
+def test_sigterm_says_goodbye_as_ctrl_c_does(
+    broker: FakeBroker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    def reply(it: FakeBroker, submit: Submit) -> list:
+        if not it.admitted:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return [it.admit(submit)]
+
+    broker.reply = reply
+    monkeypatch.setattr(run, "LAST_WORD_S", 0.1)
+    (tmp_path / "jobs.jsonl").write_text('{"prompt": "x"}\n')
+    rest = ("Hi",) if command == "run" else (str(tmp_path / "jobs.jsonl"), "-o", str(tmp_path / "results"))
+    before = signal.getsignal(signal.SIGTERM)
+    said = mtplx(command, "--front", broker.endpoint, *rest)
+    assert said.exit_code == 130
+    broker.wait_for(Bye)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_nohup_keeps_its_meaning() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        for guard in (ctrl_c_by_sigterm(), Signals()):
+            with guard:
+                assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+                assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_stdin_that_is_no_text_is_told(broker: FakeBroker) -> None:
+    said = CliRunner().invoke(main, ["--front", broker.endpoint, "run", "-"], input=b"caf\xe9 au lait")
+    assert (said.exit_code, "stdin is not UTF-8" in said.stderr) == (2, True)
+    assert broker.of(Submit) == []
+
+
+def test_help_shows_the_defaults() -> None:
+    said = " ".join(mtplx("serve", "--help").stdout.split())
+    assert "[default: hyper]" in said
+    assert "[default: 25.0]" in said
+    assert "[default: ~/" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
@@ -128,6 +218,9 @@ def test_a_failing_job_is_one_sentence_and_exit_code_1(broker: FakeBroker) -> No
         (["serve", "--decode-batch-max", "4"], 2, "--decode-batch-max 4 is refused in hyper mode"),
         (["--batching-preset", "agent"], 2, "batches several"),
         (["run", "--raw", "--system", "x", "Hi"], 2, "--system needs the chat template"),
+        (["run"], 2, "`-` reads it from stdin"),
+        (["run", ""], 2, "The prompt is empty."),
+        (["run", "-"], 2, "The prompt is empty."),
         (["run", "--temperature", "-1", "Hi"], 1, "temperature must be"),
         (["cancel", "xyz"], 2, "is no job id"),
         (["cancel", "12"], 1, "No jobs begin with 12"),
@@ -143,11 +236,38 @@ def test_wrong_use_is_told_without_a_traceback(
     assert "Traceback" not in said.output
 
 
-def test_no_broker_is_exit_code_6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Client.__init__, "__kwdefaults__", {**Client.__init__.__kwdefaults__, "timeout": 0.2})
-    said = mtplx("health", "--run-dir", str(tmp_path))
+@pytest.mark.parametrize("endpoint", ["ipc", "tcp", "dead"])
+def test_no_broker_is_exit_code_6_and_told_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    waited: list[float] = []
+    patience = Link.answer_patience
+    monkeypatch.setattr(
+        Link, "answer_patience", lambda self, what, limit: waited.append(limit) or patience(self, what, 0.1)
+    )
+    front = f"ipc://{tmp_path}/front.sock"
+    if endpoint == "tcp":
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            front = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    elif endpoint == "dead":
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(tmp_path / "front.sock"))
+    said = mtplx("health", "--front", front)
     assert said.exit_code == 6
     assert "mtplx serve" in said.stderr
+    assert waited == [1.0]
+
+
+def test_a_broker_that_is_slow_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broker: FakeBroker
+) -> None:
+    waited: list[float] = []
+    patience = Link.answer_patience
+    monkeypatch.setattr(
+        Link, "answer_patience", lambda self, what, limit: waited.append(limit) or patience(self, what, limit)
+    )
+    assert mtplx("health", "--front", broker.endpoint).exit_code == 0
+    assert waited == [10.0, 10.0]
 
 
 def test_health_jobs_and_cancel_print_what_the_broker_says(broker: FakeBroker) -> None:

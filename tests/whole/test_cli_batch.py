@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from click.testing import CliRunner, Result
 from whole.fake_broker import WORDS, FakeBroker, answer, chunks, done
 from whole.harness import service
 
+from mtplx.cli import batch
 from mtplx.cli.batch import Batch, read_item
 from mtplx.cli.main import main
 from mtplx.client import Client
@@ -86,7 +88,7 @@ def test_a_second_run_goes_on_where_the_first_stopped(broker: FakeBroker, files:
     ("jobs", "sentence"),
     [
         ([{"prompt": "one"}, {"prompt": "other"}], "Line 2"),
-        ([{"prompt": "one"}], "more results than jobs"),
+        ([{"prompt": "one"}], "2 results and"),
     ],
 )
 def test_a_changed_input_is_refused(broker: FakeBroker, files: Files, jobs: list, sentence: str) -> None:
@@ -105,7 +107,8 @@ def test_a_file_that_holds_no_results_is_refused(broker: FakeBroker, files: File
     files.results.write_text("my notes\n")
     said = files.run(broker.endpoint)
     assert said.exit_code == 2
-    assert "no result" in said.stderr
+    assert "no results file" in said.stderr
+    assert str(files.results) in said.stderr
     assert files.results.read_text() == "my notes\n"
 
 
@@ -279,3 +282,92 @@ def test_a_retry_that_is_stopped_keeps_every_result(
     assert [after[0], *after[2:]] == [before[0], *before[2:]]
     monkeypatch.setattr(Batch, "results", results)
     assert files.run(broker.endpoint, "--retry-failed").exit_code == 0
+
+
+@pytest.mark.parametrize("notes", ["my notes", "{", "a\nb\nlast", '{"line": 1}\nmore'])
+def test_a_file_of_something_else_is_left_as_it_is(broker: FakeBroker, files: Files, notes: str) -> None:
+    files.write({"prompt": "one"}, {"prompt": "two"})
+    files.results.write_text(notes)
+    said = files.run("ipc:///nowhere.sock" if notes == "{" else broker.endpoint)
+    assert said.exit_code == (6 if notes == "{" else 2)
+    assert files.results.read_text() == notes
+    assert broker.heard == []
+
+
+@pytest.mark.parametrize("name", ["jobs.jsonl", "linked.jsonl"])
+def test_the_file_of_the_jobs_cannot_take_the_results(files: Files, name: str) -> None:
+    files.jobs.write_text('{"prompt": "one"}\n{"prompt": "two"}')
+    files.results = files.jobs.with_name(name)
+    if name != "jobs.jsonl":
+        files.results.hardlink_to(files.jobs)
+    said = files.run("ipc:///nowhere.sock")
+    assert (said.exit_code, "file of the jobs" in said.stderr) == (2, True)
+    assert files.jobs.read_text() == '{"prompt": "one"}\n{"prompt": "two"}'
+
+
+def test_a_torn_line_stays_where_the_other_lines_are_not_of_this_input(broker: FakeBroker, files: Files) -> None:
+    files.write({"prompt": "one"}, {"prompt": "two"})
+    files.run(broker.endpoint)
+    torn = files.results.read_bytes()[:-20]
+    files.results.write_bytes(torn)
+    files.write({"prompt": "other"}, {"prompt": "two"})
+    assert files.run(broker.endpoint).exit_code == 2
+    assert files.results.read_bytes() == torn
+
+
+def test_no_file_is_made_where_no_broker_answers(files: Files) -> None:
+    files.write({"prompt": "one"})
+    assert files.run("ipc:///nowhere.sock").exit_code == 6
+    assert not files.results.exists()
+
+
+def test_a_folder_that_is_not_there_is_one_sentence(broker: FakeBroker, files: Files) -> None:
+    files.write({"prompt": "one"})
+    files.results = files.results.parent / "nodir" / "x"
+    said = files.run(broker.endpoint)
+    assert (said.exit_code, "no folder" in said.stderr) == (2, True)
+    assert "Traceback" not in said.output
+
+
+def test_a_failed_line_may_be_repaired_and_is_run_again(broker: FakeBroker, files: Files) -> None:
+    files.write({"prompt": "one"}, '{"promt": "two"}', {"prompt": ""}, {"prompt": "four"})
+    assert files.run(broker.endpoint).exit_code == 1
+    before = files.read()
+    files.write({"prompt": "one"}, {"prompt": "two"}, {"prompt": ""}, {"prompt": "four"})
+    said = files.run(broker.endpoint)
+    assert (said.exit_code, "4 jobs, 1 failed, 3 were done before" in said.stderr) == (1, True)
+    after = files.read()
+    assert after[1]["result"]["text"] == TEXT
+    assert after[1]["digest"] != before[1]["digest"]
+    assert [after[0], *after[2:]] == [before[0], *before[2:]]
+
+
+def test_a_file_of_the_users_beside_the_results_is_left_alone(broker: FakeBroker, files: Files) -> None:
+    notes = files.results.with_name("results.jsonl.new")
+    notes.write_text("mine")
+    spoil(broker, files)
+    broker.reply = answer
+    assert files.run(broker.endpoint, "--retry-failed").exit_code == 0
+    assert notes.read_text() == "mine"
+
+
+def test_a_result_line_carries_logprobs_and_metadata(broker: FakeBroker, files: Files) -> None:
+    broker.reply = lambda it, submit: [
+        it.admit(submit),
+        *(replace(chunk, logprobs=(((chunk.first, -0.5),),)) for chunk in chunks(submit.id)),
+        done(submit.id),
+    ]
+    files.write({"prompt": "one", "logprobs": 1, "metadata": {"row": "7"}})
+    assert files.run(broker.endpoint).exit_code == 0
+    (told,) = files.read()
+    assert told["result"]["logprobs"] == [[[n, -0.5]] for n in range(4)]
+    assert told["result"]["metadata"] == {"row": "7"}
+
+
+def test_a_log_is_told_how_far_it_is_now_and_then(
+    broker: FakeBroker, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch, "REPORT_S", 0.0)
+    files.write({"prompt": "one"}, {"prompt": ""})
+    said = files.run(broker.endpoint)
+    assert "1 of 2 jobs, 0 failed so far\n2 of 2 jobs, 1 failed so far\n" in said.stderr

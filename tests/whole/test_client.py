@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -367,3 +369,22 @@ def test_a_cancel_while_the_broker_is_away_is_heard_when_it_is_back(endpoint: st
             # The waiting moves the connection on.
             stream.result(timeout=1.0)
         assert broker.wait_for(Cancel).id == stream.id
+
+
+def test_a_result_carries_the_logprobs_asked_for_and_the_jobs_metadata(client: Client, broker: FakeBroker) -> None:
+    def told(it: FakeBroker, submit: Submit) -> list:
+        return [
+            it.admit(submit),
+            *(replace(chunk, logprobs=(((chunk.first, -0.5),),)) for chunk in chunks(submit.id)),
+            done(submit.id),
+        ]
+
+    broker.reply = told
+    result = client.run("Hi", logprobs=1, metadata={"row": "7"})
+    assert result.logprobs == tuple(((n, -0.5),) for n in range(4))
+    assert result.metadata == {"row": "7"}
+    assert json.loads(json.dumps(result.to_map()))["logprobs"][3] == [[3, -0.5]]
+    broker.reply = answer
+    plain = client.run("Hi")
+    assert (plain.logprobs, plain.metadata) == (None, None)
+    assert not {"logprobs", "metadata"} & plain.to_map().keys()

@@ -149,3 +149,52 @@ def test_a_given_up_first_request_leaves_nothing_open(endpoint: str) -> None:
         assert client._link is None
 
     asyncio.run(main())
+
+
+def test_a_stream_is_cancelled_with_await(broker: FakeBroker) -> None:
+    broker.reply = lambda it, submit: [it.admit(submit)]
+
+    async def main() -> None:
+        async with AsyncClient(broker.endpoint) as client:
+            stream = await client.submit("Hi")
+            await stream.cancel()
+            assert broker.wait_for(Cancel).id == stream.id
+
+    asyncio.run(main())
+
+
+def test_a_submit_cancelled_at_its_admission_withdraws_the_job(broker: FakeBroker) -> None:
+    broker.reply = lambda it, submit: [it.admit(submit)]
+
+    async def main() -> None:
+        async with AsyncClient(broker.endpoint) as client:
+            task = asyncio.create_task(client.submit("Hi"))
+            turn = client._turn
+
+            def cancel_at_admission() -> None:
+                turn()
+                if any(state.admitted for state in client._session.streams.values()):
+                    task.cancel()
+
+            for descriptor in client._link.fds:
+                asyncio.get_running_loop().add_reader(descriptor, cancel_at_admission)
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert client._session.streams == {}
+            await client.health()
+            broker.wait_for(Cancel)
+
+    asyncio.run(main())
+
+
+def test_a_stream_with_credit_that_is_dropped_half_read_is_cancelled(broker: FakeBroker) -> None:
+    broker.reply = lambda it, submit: [it.admit(submit), *chunks(submit.id)[:2]]
+
+    async def main() -> None:
+        async with AsyncClient(broker.endpoint) as client:
+            with pytest.warns(ResourceWarning, match="dropped before its end"):
+                await anext(await client.submit("Hi", credit=2))
+            await client.health()
+            broker.wait_for(Cancel)
+
+    asyncio.run(main())

@@ -140,7 +140,7 @@ def test_a_trace_file_that_cannot_be_written_is_refused_at_start(tmp_path):
             "--trace-file", str(tmp_path / "no" / "such" / "file"), "--run-dir", str(tmp_path / "r")
         )
         assert refused.ended() == 2
-        assert "Spans cannot be written" in refused.said()
+        assert "Spans cannot be written to --trace-file" in refused.said()
 
 
 def test_each_orphan_running_or_waiting_ends_with_one_cancelled_span():
