@@ -14,7 +14,7 @@ from mtplx.settings import Settings
 
 
 def serve(settings: Settings, *, watch_stdin: bool = False) -> None:
-    """Load, warm up, and run jobs until SIGTERM or SIGINT.
+    """Load, warm up, and run jobs until SIGTERM, SIGINT or SIGHUP.
 
     Raises:
         ModelFilesError: the model is missing or incomplete.

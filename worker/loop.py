@@ -93,7 +93,7 @@ class Worker:
         self._stop_at = float("inf")
 
     def serve(self) -> None:
-        """Offer this worker and run what comes, until SIGTERM or SIGINT.
+        """Offer this worker and run what comes, until SIGTERM, SIGINT or SIGHUP.
 
         Raises:
             WorkerRefusedError: the broker will not take this worker.

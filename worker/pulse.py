@@ -29,7 +29,7 @@ log = logging.getLogger("mtplx.worker")
 
 # Beyond the drain limit, for a main thread that runs at all to say its last words and leave.
 HANG_GRACE_S: Final = 5.0
-STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ class BareBroker:
         self.socket.linger = 0
         self.socket.bind(endpoint)
         self.peer: bytes | None = None
+        self.accepted: Ready | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -45,7 +46,10 @@ class BareBroker:
         # Beats may go on for ever.
         ends = time.monotonic() + LIMIT_S
         while time.monotonic() < ends:
-            yield self.hear()
+            heard = self.hear()
+            # On a busy machine a READY is repeated before it is answered.
+            if heard[1] != self.accepted:
+                yield heard
         raise AssertionError("what was waited for did not come")
 
     def expect(self, kind: type[Message]):
@@ -68,6 +72,7 @@ class BareBroker:
         return ready
 
     def accept(self, ready: Ready, beat_ms: int = 60_000) -> None:
+        self.accepted = ready
         self.say(Accepted(boot_id=bytes(16), beat_ms=beat_ms, epoch=ready.epoch))
 
     def disown(self, peer: bytes, epoch: int) -> None:
