@@ -28,6 +28,9 @@ def report(jobs: Jobs, back: Back, identity: Identity, now: Now, *, draining: bo
             "limit_jobs": settings.queue_jobs,
             "limit_bytes": settings.queue_bytes,
             "refused_total": gate.refused_total,
+            "admitted_total": gate.admitted_total,
+            "completed_total": gate.completed_total,
+            "failed_total": gate.failed_total,
         },
         "broker": {
             "version": identity.version,

@@ -32,7 +32,7 @@ def model_dir(name: str, cache_dir: Path) -> Path:
 
 
 def resolve_model(name_or_path: str, cache_dir: Path) -> Path:
-    """The checked directory of a pulled name, a local directory, or a Hugging Face id (fetched when absent).
+    """The directory of a pulled name, a local directory, or a Hugging Face id (fetched when absent).
 
     Raises:
         ModelFilesError: saying what is missing or damaged, and what to do.
@@ -41,9 +41,9 @@ def resolve_model(name_or_path: str, cache_dir: Path) -> Path:
         path = model_dir(name_or_path, cache_dir)
         if not path.is_dir():
             raise ModelFilesError(f"{name_or_path} is not in {cache_dir}; run: mtplx pull {name_or_path}")
-    elif (path := Path(name_or_path).expanduser()).is_dir():
+    elif name_or_path and (path := Path(name_or_path).expanduser()).is_dir():
         pass
-    elif path.exists():
+    elif name_or_path and path.exists():
         raise ModelFilesError(f"{path} is a file; --model takes the directory with config.json in it.")
     elif _HUB_ID.fullmatch(name_or_path):
         path = _download(name_or_path)
@@ -52,7 +52,6 @@ def resolve_model(name_or_path: str, cache_dir: Path) -> Path:
             f"There is no model {name_or_path!r}: --model takes a pulled name ({', '.join(KNOWN)}), an MLX model "
             "directory, or a Hugging Face id such as mlx-community/SmolLM2-135M-Instruct."
         )
-    check_model_files(path)
     return path
 
 
@@ -106,12 +105,12 @@ def check_model_files(path: Path) -> None:
 def _check_manifest(path: Path) -> None:
     files = _read_json(path / MANIFEST).get("files")
     if not isinstance(files, dict):
-        raise ModelFilesError(f"{path / MANIFEST} lists no files; pull the model again.")
+        raise ModelFilesError(f"{path / MANIFEST} lists no files; remove the directory and pull or copy it again.")
     for name, size in files.items():
         found = (path / name).stat().st_size if (path / name).is_file() else None
         if found != size:
             state = "is missing" if found is None else f"has {found} bytes, not {size}"
-            raise ModelFilesError(f"{path / name} {state}; pull the model again.")
+            raise ModelFilesError(f"{path / name} {state}; remove the directory and pull or copy it again.")
 
 
 def _shards(path: Path) -> list[Path]:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import mlx.core as mx
 from mlx_lm.utils import load_model, load_tokenizer, maybe_set_recommended_wired_limit
+from transformers.utils import logging as transformers_logging
 
 from mtplx.errors import ModelFilesError
 from mtplx.job import MAX_INT, ModelLimits
@@ -52,6 +53,8 @@ def load(path: Path) -> LoadedModel:
         ModelFilesError: naming the directory and what mlx-lm could not use.
     """
     check_model_files(path)
+    # Its warning that a long prompt "will result in indexing errors" is wrong here: such prompts are refused.
+    transformers_logging.set_verbosity_error()
     try:
         model, config = load_model(path, lazy=True)
         tokenizer = load_tokenizer(
