@@ -147,11 +147,12 @@ class FakeBroker:
     def _serve(self, peer: bytes, message: Message) -> None:
         if isinstance(message, Submit | Resume):
             self._peers[message.id] = peer
-        for reply in self._replies(message):
-            self._socket.send_multipart([peer, *wire.encode(reply)])
+        # Noted before it is answered: whoever has the answer must find the question in `heard`.
         with self._changed:
             self.heard.append(message)
             self._changed.notify_all()
+        for reply in self._replies(message):
+            self._socket.send_multipart([peer, *wire.encode(reply)])
 
     def _replies(self, message: Message) -> list[Message]:
         match message:
