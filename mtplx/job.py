@@ -92,7 +92,7 @@ class Job:
         body: dict[str, Any] = {}
         for item in fields(self):
             value = getattr(self, item.name)
-            if value is None or (item.name in _DEFAULTS and value == _DEFAULTS[item.name]):
+            if value == _DEFAULTS[item.name]:
                 continue
             body[item.name] = list(value) if isinstance(value, tuple) else value
         if self.logit_bias:
@@ -267,20 +267,5 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "metadata": _metadata,
 }
 
-_DEFAULTS: dict[str, Any] = {
-    "max_tokens": DEFAULT_MAX_TOKENS,
-    "temperature": 0.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "stop": (),
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "penalty_window": DEFAULT_PENALTY_WINDOW,
-    "logit_bias": {},
-    "logprobs": 0,
-    "speculation": "auto",
-    "cache": True,
-    "metadata": {},
-}
+# What `to_map` leaves out, because every reader fills it in again.
+_DEFAULTS: dict[str, Any] = {item.name: getattr(Job(), item.name) for item in fields(Job)}
