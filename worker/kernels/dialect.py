@@ -25,6 +25,7 @@ A kernel with `matrix` has more words. T is a 16-bit type, of which an unsigned 
 - `UNPAIR(T, u, o)`, `PAIR_MUL(T, u, v)`: the values of a word to float32; products of two words, rounded to T.
 - `LOWS(u, v)`, `HIGHS(u, v)`, `PART(u, m, c)`, `FROM(u, l)`: the first values of two words, the second ones;
   (u & m) | c; lane l's word.
+- `RING(name, n)`: `SHARED(unsigned, name, n)`, on CUDA of any size; one a kernel, of `ring` bytes.
 - `COPY16(when, array, i, p)`, `COPIED()`, `ARRIVED(n)`, `TAKE1/2/4(array, i, o)`: four words from device memory
   into a threadgroup's array of unsigned, if *when*, while the simdgroup goes on; the end of a group of copies; a
   wait of the simdgroup until all groups but the last n are there; consecutive words of the array.
@@ -131,6 +132,7 @@ MMA_OF(f16, "f16")
 #define HIGHS(u, v) __byte_perm((u), (v), 0x7632)
 FN unsigned PART(unsigned u, unsigned m, unsigned c) {
   unsigned o; asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(o) : "r"(u), "r"(m), "r"(c)); return o; }
+#define RING(name, n) extern __shared__ uint4 name##_bytes[]; unsigned* const name = (unsigned*)name##_bytes
 #define COPY16(when, array, i, p) copy16((when), (unsigned)__cvta_generic_to_shared(&(array)[i]), (p))
 FN void copy16(bool when, unsigned to, const unsigned* p) {
   asm volatile("{ .reg .pred on; setp.ne.b32 on, %2, 0; @on cp.async.cg.shared.global.L2::128B [%0], [%1], 16; }"
@@ -155,6 +157,7 @@ _METAL_MATRIX: Final = r"""
 #define LOWS(u, v) (((u) & 0xffffu) | ((v) << 16))
 #define HIGHS(u, v) (((u) >> 16) | ((v) & 0xffff0000u))
 #define PART(u, m, c) (((u) & (m)) | (c))
+#define RING(name, n) SHARED(unsigned, name, n)
 #define COPY16(when, array, i, p) \
   if (when) { for (int word = 0; word < 4; word++) (array)[(i) + word] = (p)[word]; }
 #define COPIED()
@@ -234,6 +237,7 @@ class Kernel:
     defines: tuple[tuple[str, str], ...] = ()
     matrix: bool = False
     threads: int = 0
+    ring: int = 0
 
     @property
     def header(self) -> str:
@@ -294,12 +298,14 @@ def build(kernel: Kernel, kind: str) -> Callable[..., list[mx.array]]:
     """MLX's callable for *kernel* on *kind*; made once."""
     cuda = kind == "cuda"
     make = mx.fast.cuda_kernel if cuda else mx.fast.metal_kernel
+    more = {"shared_memory": kernel.ring} if cuda and kernel.ring else {}
     made: Any = make(
         name=kernel.label,
         input_names=list(kernel.inputs),
         output_names=[kernel.output],
         header=header(kernel, cuda=cuda),
         source=(_CUDA_PROLOGUE if cuda else _METAL_PROLOGUE) + _UNUSED + kernel.body,
+        **more,
     )
     return cast("Callable[..., list[mx.array]]", made)
 
