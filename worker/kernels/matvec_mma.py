@@ -35,11 +35,14 @@ const int g = lane >> 2, t = lane & 3, made = (GLU ? 8 : 16) * TILES, total = (N
 const int eights = (R + 7) / 8, units = K / UNIT, steps = (units + STEP - 1) / STEP;
 const int trips = (steps + SPLIT - 1) / SPLIT, span = K / 32 * BITS;
 const int pairs = UNIT / 8, words = UNIT * BITS / 128, chunks = STEP * words, slot = TILES * 64 * chunks;
-const int apart = 32 / chunks, mixed = (chunks < 8 ? chunks : 8) / words - 1;
+const int apart = 32 / chunks, exchanged = (chunks < 8 ? chunks : 8) / words - 1;
 GLOBAL(unsigned) rows = (GLOBAL(unsigned))x + g * (K / 2) + t * pairs;
 GLOBAL(unsigned) gains = (GLOBAL(unsigned))NORM_WEIGHT + t * pairs;
 GLOBAL(unsigned) from;
-int filling = bx, filled = sg, to = sg * SLOTS * slot, at = to;
+int filling = bx, filled = sg, to = 0, at = 0;
+const int room = sg * SLOTS * slot, l = lane / chunks, p = lane % chunks;
+const int into = room + (l * chunks + (p / words ^ (l * chunks / 8 & exchanged)) * words + p % words) * 4;
+const int out_of = room + g * chunks * 4 + ((g * chunks / 8 & exchanged) * 4 + t) * words;
 START
 for (int i = 0; i < SLOTS - 1; i++) {
   FILL
@@ -65,21 +68,20 @@ FIRST
 # The next step of the weight on its way into the next slot; behind a tile's last step comes the next tile.
 _START: Final = r"""
   {
-    const int l = lane / chunks, first = filling * made;
-    from = (GLOBAL(unsigned))weight + LINE(l) * span + (sg * chunks + lane % chunks) * 4;
+    const int first = filling * made;
+    from = (GLOBAL(unsigned))weight + LINE(l) * span + (sg * chunks + p) * 4;
   }
 """
 
 _FILL: Final = r"""
   UNROLL for (int i = 0; i < TILES * 16; i += apart) {
-    const int l = i + lane / chunks, p = lane % chunks, first = filling * made;
-    const int place = (p / words ^ (l * chunks / 8 & mixed)) * words + p % words;
-    const bool on = l < TILES * 16 && filling < total && (steps % SPLIT == 0 || filled < steps)
-        && (units % STEP == 0 || filled * chunks + p < span / 4);
-    COPY16(on, ring, to + (l * chunks + place) * 4, from + (LINE(l) - LINE(lane / chunks)) * span);
+    const int first = filling * made;
+    const bool on = (apart <= TILES * 16 || l < TILES * 16) && filling < total
+        && (steps % SPLIT == 0 || filled < steps) && (units % STEP == 0 || filled * chunks + p < span / 4);
+    COPY16(on, ring, into + to + i * chunks * 4, from + (N % made == 0 ? AWAY(i) : LINE(i + l) - LINE(l)) * span);
   }
   COPIED();
-  to = to + slot == (sg + 1) * SLOTS * slot ? sg * SLOTS * slot : to + slot;
+  to = to + slot == SLOTS * slot ? 0 : to + slot;
   from += SPLIT * chunks * 4;
   filled += SPLIT;
   if (filled >= steps) {
@@ -170,7 +172,7 @@ ROLL for (int tile = bx; tile < total; tile += GROUPS) {
           PRODUCT
         }
       }
-      at = at + slot == (sg + 1) * SLOTS * slot ? sg * SLOTS * slot : at + slot;
+      at = at + slot == SLOTS * slot ? 0 : at + slot;
     }
   }
   TAIL
@@ -180,10 +182,8 @@ ROLL for (int tile = bx; tile < total; tile += GROUPS) {
 # The unit's words of both lines of a tile.
 _TAKEN: Final = r"""
     unsigned a[2 * words];
-    UNROLL for (int r = 0; r < 2; r++) {
-      const int unit = (q ^ (g * chunks / 8 & mixed)) * 4 + t;
-      TAKE(ring, at + (h * 16 + r * 8 + g) * chunks * 4 + unit * words, a + r * words);
-    }
+    UNROLL for (int r = 0; r < 2; r++)
+      TAKE(ring, ((out_of + at) ^ (q * words * 4)) + (h * 16 + r * 8) * chunks * 4, a + r * words);
 """
 
 _DENSE: Final = r"""
@@ -246,7 +246,8 @@ UNROLL for (int i = 0; i < TILES * 4; i++) next[i] = 0u;
 _SCALES: Final = r"""
   UNROLL for (int i = 0; i < TILES * 2; i++) {
     if (t < STEP && first < total * made && (units % STEP == 0 && steps % SPLIT == 0 || s * STEP + t < units)) {
-      const long place = LINE(i * 8 + g) * (K / GROUP) + (s * STEP + t) * UNIT / GROUP;
+      const int place = (N % made == 0 ? first + g + AWAY(i * 8) : LINE(i * 8 + g)) * (K / GROUP)
+          + (s * STEP + t) * UNIT / GROUP;
       next[i * 2] = ((GLOBAL(unsigned short))scales)[place];
       next[i * 2 + 1] = ((GLOBAL(unsigned short))biases)[place];
     }
@@ -254,7 +255,7 @@ _SCALES: Final = r"""
 """
 
 _LATER: Final = r"""
-  UNROLL for (int i = 0; i < TILES * 2; i++) now[i] = next[i * 2] | next[i * 2 + 1] << 16;
+  UNROLL for (int i = 0; i < TILES * 2; i++) now[i] = LOWS(next[i * 2], next[i * 2 + 1]);
   {
     const int first = (c + SPLIT < steps ? tile : tile + GROUPS) * made, s = c + SPLIT < steps ? c + SPLIT : sg;
     SCALES
@@ -362,9 +363,10 @@ def _words(dtype: mx.Dtype, packing: dict[str, int]) -> tuple[tuple[str, str], .
     bits = packing["BITS"]
     return (
         ("TAKE", f"TAKE{packing['UNIT'] * bits // 128}"),
-        ("OUTPUT(l)", "(first + (GLU ? (l) / 16 * 8 + (l) % 8 : (l)))"),
-        ("INSIDE(l)", "(long)(N % made == 0 || OUTPUT(l) < N ? OUTPUT(l) : N - 1)"),
-        ("LINE(l)", "(INSIDE(l) + (GLU && (l) % 16 > 7 ? N : 0))"),
+        ("OUTPUT(l)", "(GLU ? (l) / 16 * 8 + (l) % 8 : (l))"),
+        ("UP(l)", "(GLU && (l) % 16 > 7 ? N : 0)"),
+        ("AWAY(l)", "(long)(OUTPUT(l) + UP(l))"),
+        ("LINE(l)", "(long)((N % made == 0 || first + OUTPUT(l) < N ? first + OUTPUT(l) : N - 1) + UP(l))"),
         ("ONES", ones),
         ("MAGIC", magic),
         ("OFFSET", f"{offset * (17 if bits == 8 else 1)}.0f"),
@@ -401,7 +403,13 @@ def launch(x: mx.array, weight: mx.array | Affine, extras: Extras = PLAIN, tile:
         ring=tile.split * tile.slots * tile.tiles * tile.step * packing["UNIT"] * packing["BITS"] * 2,
     )
     return Launch(
-        kernel, tuple(operands.values()), tuple(template.items()), (groups, 1, 1), threads, (rows, outputs), x.dtype
+        kernel,
+        tuple(operands.values()),
+        tuple(template.items()),
+        (groups, 1, 1),
+        threads,
+        (rows, outputs),
+        x.dtype,
     )
 
 
