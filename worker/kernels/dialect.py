@@ -297,9 +297,9 @@ def header(kernel: Kernel, *, cuda: bool) -> str:
 def build(kernel: Kernel, kind: str) -> Callable[..., list[mx.array]]:
     """MLX's callable for *kernel* on *kind*; made once."""
     cuda = kind == "cuda"
-    make = mx.fast.cuda_kernel if cuda else mx.fast.metal_kernel
+    make: Any = mx.fast.cuda_kernel if cuda else mx.fast.metal_kernel
     more = {"shared_memory": kernel.ring} if cuda and kernel.ring else {}
-    made: Any = make(
+    made = make(
         name=kernel.label,
         input_names=list(kernel.inputs),
         output_names=[kernel.output],

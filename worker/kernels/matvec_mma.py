@@ -95,7 +95,8 @@ _FILL: Final = r"""
 _ROWS: Final = r"""
   UNROLL for (int p = 0; p < pairs; p += 4) {
     UNROLL for (int e = 0; e < eights; e++) {
-      if (more && 8 * e + g < R) words4(rows + 8 * e * (K / 2) + u * 4 * pairs + p, v + (o * eights + e) * pairs + p);
+      if (more && 8 * e + g < R)
+        words4(rows + 8 * e * (K / 2) + u * 4 * pairs + p, v + (o * eights + e) * pairs + p);
     }
     if (NORM && more) words4(gains + u * 4 * pairs + p, gain + o * pairs + p);
   }
@@ -310,7 +311,7 @@ def _body(*, affine: bool) -> str:
     parts |= {"FILL": _FILL, "START": _START, "TAKEN": _TAKEN, "ROWS": _ROWS}
     text = _HEAD + _LOOP
     for word, part in parts.items():
-        text = re.sub(rf"\b{word}\b", lambda _, part=part: part, text)
+        text = part.join(re.split(rf"\b{word}\b", text))
     return text
 
 
@@ -326,9 +327,12 @@ _TYPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Tiles of 16 lines a threadgroup makes at a time, simdgroups that share K, units of K in a step, steps of the
-    weight that a simdgroup has room for; units of x that are asked for before their use, 0 for all of them at the
-    start; and the most threadgroups, each of which then makes one tile after another.
+    """How a product is cut up.
+
+    Tiles of 16 lines that a threadgroup makes at a time; simdgroups that share K; units of K in a step, a power of
+    two, at most 4 of a quantised weight; steps of the weight that a simdgroup has room for; units of x that are
+    asked for before their use, at most a step, or 0 for all of them at the start; and the most threadgroups, each
+    of which makes one tile after another.
     """
 
     tiles: int
