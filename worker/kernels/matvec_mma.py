@@ -16,12 +16,12 @@ depend on, the unit, the step and the split, is a function of N, K and the packi
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any, Final
 
 import mlx.core as mx
 
 from worker.kernels.dialect import MAX_ROWS, Kernel, Launch
+from worker.kernels.matvec_tiles import Tile, for_rows, tile_of, unit_of
 from worker.kernels.operands import PLAIN, Affine, Extras, arrays, defines
 
 # Lane 4 g + t: lines g and g + 8 of each tile (with glu a gate and its up), row g of each eight rows of x, quarter
@@ -325,38 +325,9 @@ _TYPES: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How a product is cut up.
-
-    Tiles of 16 lines that a threadgroup makes at a time; simdgroups that share K; units of K in a step, a power of
-    two, at most 4 of a quantised weight; steps of the weight that a simdgroup has room for; units of x that are
-    asked for before their use, at most a step, or 0 for all of them at the start; and the most threadgroups, each
-    of which makes one tile after another.
-    """
-
-    tiles: int
-    split: int
-    step: int
-    slots: int
-    ahead: int = 1
-    groups: int = 1 << 30
-
-
-def tile_of(outputs: int, width: int, weight: mx.array | Affine) -> Tile:
-    """The tile for a weight with that many outputs and inputs."""
-    step = 4 if isinstance(weight, Affine) and weight.bits == 4 else 2
-    steps = -(-width // _unit(weight) // step)
-    return Tile(2 if outputs >= 4096 else 1, max(1, min(4, steps)), step, 2)
-
-
-def _unit(weight: mx.array | Affine) -> int:
-    return 64 if isinstance(weight, Affine) and weight.group >= 64 else 32
-
-
 def _packing(weight: mx.array | Affine) -> dict[str, int]:
     """BITS of a number, UNIT, and GROUP of a quantised weight."""
-    unit = _unit(weight)
+    unit = unit_of(weight)
     if not isinstance(weight, Affine):
         return {"UNIT": unit, "BITS": 16}
     return {"UNIT": unit, "BITS": weight.bits, "GROUP": weight.group}
@@ -379,32 +350,36 @@ def _words(dtype: mx.Dtype, packing: dict[str, int]) -> tuple[tuple[str, str], .
     )
 
 
+def _ring(tile: Tile, turns: int, packing: dict[str, int]) -> int:
+    """Bytes of the ring: at least 48 KB where it takes more with the rest, so that MLX asks CUDA for it."""
+    size = tile.split * tile.slots * tile.tiles * tile.step * packing["UNIT"] * packing["BITS"] * 2
+    rest = 4 * tile.split * (turns * tile.tiles * 176 + 16)
+    return size if size + rest <= 48 * 1024 else max(size, 48 * 1024)
+
+
 def launch(x: mx.array, weight: mx.array | Affine, extras: Extras = PLAIN, tile: Tile | None = None) -> Launch:
     """The kernel on the operands of the contract; *tile* as measured unless given."""
     (rows, width), operands = x.shape, arrays(x, weight, extras)
     outputs = operands["weight"].shape[0] // (2 if extras.glu else 1)
-    tile = tile or tile_of(outputs, width, weight)
+    tile = for_rows(tile or tile_of(outputs, width, weight, glu=extras.glu), rows, width, weight)
     packing = _packing(weight)
     affine = isinstance(weight, Affine)
-    made = (8 if extras.glu else 16) * tile.tiles
-    total, threads = -(-outputs // made), 32 * tile.split
-    groups = min(total, tile.groups)
-    units = width // packing["UNIT"]
-    held = tile.ahead == 0 and rows <= 8 and units % (tile.split * tile.step) == 0
-    ahead = tile.ahead if tile.ahead and units % tile.step == 0 else 1
+    total = -(-outputs // ((8 if extras.glu else 16) * tile.tiles))
+    groups, threads = min(total, tile.groups), 32 * tile.split
     template: dict[str, Any] = {"T": x.dtype, "K": width, "N": outputs, "R": rows}
     template |= {"NORM": extras.norm is not None, "GLU": extras.glu}
     template |= {"TILES": tile.tiles, "SPLIT": tile.split, "STEP": tile.step, "SLOTS": tile.slots} | packing
-    template |= {"HELD": held, "AHEAD": ahead, "GROUPS": groups, "TURNS": 2 if groups < total or rows > 8 else 1}
+    turns = 2 if groups < total or rows > 8 else 1
+    template |= {"AHEAD": max(1, tile.ahead), "HELD": tile.ahead == 0, "GROUPS": groups, "TURNS": turns}
     kernel = Kernel(
         "matvec_mma_affine" if affine else "matvec_mma",
         tuple(operands),
         "out",
         _BODIES[affine],
-        (*defines(extras), *_words(x.dtype, packing), ("TRIPS", "UNROLL" if held else "ROLL")),
+        (*defines(extras), *_words(x.dtype, packing), ("TRIPS", "ROLL" if tile.ahead else "UNROLL")),
         matrix=True,
         threads=threads,
-        ring=tile.split * tile.slots * tile.tiles * tile.step * packing["UNIT"] * packing["BITS"] * 2,
+        ring=_ring(tile, turns, packing),
     )
     return Launch(
         kernel,
