@@ -102,7 +102,7 @@ def _request(attempt: Attempt, prompt: tuple[int, ...], budget: int) -> EngineRe
         logprobs=job.logprobs,
     )
     left = budget - len(attempt.drawn)
-    return EngineRequest(prompt=prompt, drawn=attempt.drawn, sampling=sampling, max_tokens=left)
+    return EngineRequest(prompt=prompt, drawn=attempt.drawn, sampling=sampling, max_tokens=left, cache=job.cache)
 
 
 class _Answer:
@@ -156,6 +156,7 @@ def _final(answer: _Answer, prompt_tokens: int, times: _Times, figures: Figures)
         sha256=trajectory_sha256(answer.ids),
         route=figures.route,
         row_invariant=figures.row_invariant,
+        prefix_exact=figures.prefix_exact,
         speculation={
             "drafted": figures.drafted,
             "accepted_by_depth": list(figures.accepted_by_depth),

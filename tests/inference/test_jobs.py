@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from itertools import pairwise
 
 import mlx.core as mx
@@ -219,6 +220,21 @@ def test_everything_happens_on_the_calling_thread(tiny_dir, monkeypatch):
     Room(load(tiny_dir)).run({**SAMPLED, "max_tokens": 4, "logprobs": 2})
     assert seen == {threading.get_ident()}
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(("cache", "exact"), [(True, True), ("answers", False), (False, True)])
+def test_the_wish_for_reuse_reaches_the_engine_and_the_final_record_tells_what_came_of_it(
+    room, monkeypatch, cache, exact
+):
+    engine, asked = room.engine, []
+    start, stop = engine.start, engine.stop
+    monkeypatch.setattr(
+        engine, "start", lambda request, progress: (asked.append(request), start(request, progress))
+    )
+    monkeypatch.setattr(engine, "stop", lambda: replace(stop(), cached_tokens=3, prefix_exact=exact))
+    final = room.run({**PROMPT, "max_tokens": 1, "cache": cache})[1]
+    assert [(one.cache, one.owner) for one in asked] == [(cache, b"")]
+    assert (final.cached_tokens, final.prefix_exact) == (3, exact)
 
 
 def test_leaving_the_iterator_early_stops_the_engine(room):
