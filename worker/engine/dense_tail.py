@@ -47,27 +47,14 @@ class DenseTail:
         self._sequence = opened.sequence
         self._folded = opened.cached
         heads = self._packed.heads
-        empty = mx.zeros((2, heads.kv_heads, TAIL, heads.dim), dtype=self._packed.dtype)
-        self._tails = [empty] * len(self._packed.layers)
+        shape = (2, heads.kv_heads, TAIL, heads.dim)
+        self._tails = [mx.zeros(shape, dtype=self._packed.dtype) for _ in self._packed.layers]
 
     def read(self, ids: Ids[int], last: bool) -> mx.array | None:
         """As in `Forward`; the rows go straight to the pool."""
         sequence = self._started()
         start = sequence.length
-        # The last chunk is padded where rows depend on how many there are.
-        count = -(-len(ids) // self.prefill_rows) * self.prefill_rows
-        x = self._packed.embed(mx.array([*ids, *[0] * (count - len(ids))]))
-        written = []
-        for number, layer in enumerate(self._packed.layers):
-            q, new = self._project(x, layer, start)
-            kv = new if not start else mx.concatenate([self._pool.read(number, sequence.table, start), new], axis=2)
-            heads = mx.fast.scaled_dot_product_attention(
-                q[None], kv[:1], kv[1:], scale=self._packed.scale, mask="causal" if count > 1 else None
-            )
-            x = _after(x, heads[0].swapaxes(0, 1).reshape(count, -1), layer, self._packed.eps)
-            written.append(mx.contiguous(new[:, :, : len(ids)]))
-        del kv
-        logits = self._logits(x[len(ids) - 1 : len(ids)]) if last else None
+        written, logits = self._chunk(ids, start, last)
         mx.eval(written, *([] if logits is None else [logits]))
         self._pool.write(written, sequence.table, start)
         sequence.append(len(ids), prompt=True)
@@ -112,6 +99,25 @@ class DenseTail:
             mx.eval(self._tails, rows)
             self._pool.write(rows, sequence.table, self._folded)
         self._folded = sequence.length
+
+    def _chunk(self, ids: Ids[int], start: int, last: bool) -> tuple[list[mx.array], mx.array | None]:
+        """The rows of a part of the prompt, per layer T [2, Hkv, n, D], and the last id's logits if it is the last.
+
+        A function of its own: what it leaves uncomputed still reads the pool, and must be gone when that is written.
+        """
+        table, scale, eps = self._started().table, self._packed.scale, self._packed.eps
+        # The last chunk is padded where rows depend on how many there are.
+        count = -(-len(ids) // self.prefill_rows) * self.prefill_rows
+        x = self._packed.embed(mx.array([*ids, *[0] * (count - len(ids))]))
+        written = []
+        for number, layer in enumerate(self._packed.layers):
+            q, new = self._project(x, layer, start)
+            kv = new if not start else mx.concatenate([self._pool.read(number, table, start), new], axis=2)
+            mask = "causal" if count > 1 else None
+            heads = mx.fast.scaled_dot_product_attention(q[None], kv[:1], kv[1:], scale=scale, mask=mask)
+            x = _after(x, heads[0].swapaxes(0, 1).reshape(count, -1), layer, eps)
+            written.append(mx.contiguous(new[:, :, : len(ids)]))
+        return written, self._logits(x[len(ids) - 1 : len(ids)]) if last else None
 
     def _project(self, x: mx.array, layer: Layer, start: int) -> tuple[mx.array, mx.array]:
         """Queries T [H, R, D] and the new rows T [2, Hkv, R, D] of x T [R, K] at positions from *start* on."""
