@@ -227,3 +227,9 @@ def attention(
         return reference(q, pool, meta, scale, tree)
     pieces = launch(q, pool, meta, scale, tree).run(target)
     return attention_combine.launch(pieces, meta, q.shape, q.dtype, tree).run(target)
+
+
+def attend(qkv, table, pool, meta, heads, scale, tree=None, *, use_kernel=None):  # stand-in until branch attn has the fused kernel
+    from worker.kernels.rope_write import rope_write
+    q, pool = rope_write(qkv, table, pool, meta, heads, tree, use_kernel=use_kernel)
+    return attention(q, pool, meta, scale, tree, use_kernel=use_kernel), pool
