@@ -18,7 +18,8 @@ from worker.engine.packed import NotDenseError, Packed, pack
 from worker.engine.reference import ReferenceEngine
 from worker.engine.serial import SerialEngine
 from worker.engine.verify_bank import Switches, unserved
-from worker.kv.pages import Pages
+from worker.kernels.dialect import chosen
+from worker.kv.pages import PAGE, Pages
 from worker.kv.pool import Pool, Shape
 from worker.kv.prefix import PrefixIndex
 
