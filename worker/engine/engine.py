@@ -26,7 +26,8 @@ class EngineRequest:
 
     prompt: ids of the prompt, at least one, all of them in the model's vocabulary.
     drawn: ids an earlier attempt already drew; they are read after the prompt and never drawn again.
-    max_tokens: how many ids may be drawn at most, *drawn* not counted; the caller has cut it to the context.
+    max_tokens: how many ids may be drawn at most, *drawn* not counted; the caller has cut it to context
+        and capacity.
     """
 
     prompt: tuple[int, ...]
@@ -60,7 +61,12 @@ class Figures:
 
 
 class Engine(Protocol):
-    """Runs one request at a time. All calls come from one thread, which alone touches the device."""
+    """Runs one request at a time. All calls come from one thread, which alone touches the device.
+
+    capacity: positions that one request may have, prompt, drawn ids and budget together; the caller sees to it.
+    """
+
+    capacity: int
 
     def warm_up(self) -> None:
         """Make every kernel a job may need; called once, before the first job."""
