@@ -2,8 +2,8 @@
 
 Each model: milliseconds a token at several contexts, ours (greedy; with MLX's own products; sampled; with
 penalties) and mlx-lm's, the bandwidth floor, what a forward of R rows costs, the first token of a prompt, graph
-nodes, memory. With --start also the time until a process with SmolLM2's shape is ready. Each model is best measured
-by a process of its own: the figures of one commit are gathered in bench/results/decode.json.
+nodes, memory. With --start also the time until a process with SmolLM2's shape is ready. Best measured one model in
+a process: the figures of one commit are gathered in bench/results/decode.json.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python bench/precompile.py --mlx SITE --out FOLDER
 
-The forwards of every model run with kernels that are noted instead of launched. SITE is where MLX's CUDA build lies
-unpacked: its headers, and the device code in its library that it compiles at run time, belong to the text. Beside our
-kernels: MLX's own quantised matrix products, each of which takes a minute to compile. What is there already stays.
+The forwards of every model run with kernels that are noted instead of launched. Beside them: MLX's own quantised
+matrix products, each of which takes a minute to compile; SITE is where MLX's CUDA build lies unpacked, with its
+headers, and with their text in its library. What is in FOLDER already stays.
 """
 
 from __future__ import annotations
@@ -38,6 +38,23 @@ from worker.kv.prefix import Opened
 PROMPT = 1024
 DEVICE = "mlx/backend/cuda/device"
 FLAGS = ("-std=c++17", "-cubin", "-O3", "--expt-relaxed-constexpr", "-w")
+# What a kernel of ours uses of MLX's headers, which alone take longer to compile than the kernel.
+LIGHT = {
+    "cooperative_groups.h": "namespace cooperative_groups {}\n",
+    f"{DEVICE}/utils.cuh": """#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cstdint>
+namespace mlx::core::cu {
+template <typename T> struct Dimensions {
+  T v[10];
+  __host__ __device__ T operator[](int i) const { return v[i]; }
+};
+using Shape = Dimensions<int32_t>;
+using Strides = Dimensions<int64_t>;
+}
+""",
+}
 # Rows of a tile of MLX's quantised product: up to 16 rows of a forward, and those of a prompt.
 TILES = (16, 64)
 
@@ -130,6 +147,24 @@ def compiled(module: Module, out: Path, includes: list[str], arch: str) -> str:
     return f"{module.name}: {words}, {time.perf_counter() - began:.0f} s"
 
 
+def compile_all(modules: list[Module], site: Path, out: Path, arch: str) -> None:
+    """Compile what is missing in *out*, two at a time."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+        light, full = Path(folder, "light"), Path(folder, "full")
+        for name, text in LIGHT.items():
+            (light / name).parent.mkdir(parents=True, exist_ok=True)
+            (light / name).write_text(text)
+        headers(site / "mlx/lib/libmlx.so", full)
+        for forced, includes in (
+            (True, [full, site / "mlx/include", site / "mlx/include/cccl"]),
+            (False, [light]),
+        ):
+            run = partial(compiled, out=out, includes=[f"-I{one}" for one in includes], arch=arch)
+            for told in pool.map(run, [module for module in modules if module.forced == forced]):
+                if told:
+                    click.echo(told)
+
+
 @click.command()
 @click.option("--mlx", "site", type=click.Path(path_type=Path, exists=True), required=True, help="Site folder.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="What MLX_PTX_CACHE_DIR will be.")
@@ -146,13 +181,7 @@ def main(site: Path, out: Path, arch: str, names: str) -> None:
         click.echo(f"{name}: {len(modules) - before} kernels")
         if models.SHAPES[name].quantised:
             modules |= {one.name: one for one in products(models.GROUP, models.BITS)}
-    with tempfile.TemporaryDirectory() as folder:
-        headers(site / "mlx/lib/libmlx.so", Path(folder))
-        includes = [f"-I{folder}", f"-I{site}/mlx/include", f"-I{site}/mlx/include/cccl"]
-        with ThreadPoolExecutor() as pool:
-            for told in pool.map(partial(compiled, out=out, includes=includes, arch=arch), modules.values()):
-                if told:
-                    click.echo(told)
+    compile_all(list(modules.values()), site, out, arch)
     click.echo(f"{len(modules)} kernels in {out}")
 
 
