@@ -195,6 +195,11 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def kernel_folder(folder: Path) -> Path:
+    """Where MLX's CUDA build looks for compiled kernels: as its own variable says, else *folder* from now on."""
+    return Path(os.environ.setdefault("MLX_PTX_CACHE_DIR", str(folder)))
+
+
 def _place(endpoint: str) -> str:
     """One spelling for each place that can be bound."""
     if endpoint.startswith("ipc://"):

@@ -23,7 +23,8 @@ costs the host as much as a second kernel.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Final, cast
@@ -161,6 +162,8 @@ class Launch:
 
     def run(self, target: str) -> mx.array:
         """The output, as a node of the graph, on *target* ("metal" or "cuda")."""
+        for launches in _listening:
+            launches.append(self)
         x, y, z = self.groups
         return build(self.kernel, target)(
             inputs=list(self.arrays),
@@ -170,6 +173,20 @@ class Launch:
             threadgroup=(self.threads, 1, 1),
             template=list(self.template),
         )[0]
+
+
+_listening: list[list[Launch]] = []
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """The launches that become nodes of a graph while this is open; nothing has to be computed for it."""
+    launches: list[Launch] = []
+    _listening.append(launches)
+    try:
+        yield launches
+    finally:
+        _listening.pop()
 
 
 @lru_cache(maxsize=1)
