@@ -7,7 +7,8 @@ thread. A simdgroup is a warp: 32 lanes. The words:
   arrays.
 - `SHARED(T, name, n)`: an array of the threadgroup. It is used by name only: no pointer to it is ever taken.
 - `BARRIER()`, `XOR(v, m)`, `SUM32(v)`, `MAX32(v)`: the threadgroup's barrier; exchange, sum, maximum of 32
-  lanes.
+  lanes. `DEVICE_BARRIER()`: after it a threadgroup also reads what it wrote to device memory before.
+- `QUAD`: 16 bytes to keep in a SHARED array, as `f` (float4), `u` (uint4), `s[4]` (float) or `h[8]` (ushort).
 - `FMA(a, b, c)`, `MUL(a, b)`: one rounding each, and never joined with a neighbour by the compiler. Every
   product that is added to something is written with them, so that a row's bits do not depend on how a kernel
   was unrolled.
@@ -43,6 +44,7 @@ _CUDA_HEADER: Final = r"""
 #define LOCAL(T) T*
 #define SHARED(T, name, n) __shared__ T name[n]
 #define BARRIER() __syncthreads()
+#define DEVICE_BARRIER() __syncthreads()
 #define XOR(v, m) __shfl_xor_sync(0xffffffffu, (v), (m))
 #define AS_FLOAT(u) __uint_as_float(u)
 #define FN static __device__ __forceinline__
@@ -55,6 +57,7 @@ _CUDA_HEADER: Final = r"""
 #define SIN(x) sinf(x)
 #define MAX(a, b) fmaxf((a), (b))
 #define UNROLL _Pragma("unroll")
+typedef unsigned short ushort;
 typedef __nv_bfloat16 bf16;
 typedef __half f16;
 FN float SUM32(float v) { for (int m = 16; m; m >>= 1) v += XOR(v, m); return v; }
@@ -69,6 +72,7 @@ _METAL_HEADER: Final = r"""
 #define LOCAL(T) thread T*
 #define SHARED(T, name, n) threadgroup T name[n]
 #define BARRIER() threadgroup_barrier(mem_flags::mem_threadgroup)
+#define DEVICE_BARRIER() threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device)
 #define XOR(v, m) simd_shuffle_xor((v), (ushort)(m))
 #define AS_FLOAT(u) as_type<float>(u)
 #define FN static inline
@@ -90,6 +94,7 @@ FN void two_f16(unsigned u, LOCAL(float) o) {
 """
 
 _LOADS: Final = r"""
+typedef union { float4 f; uint4 u; float s[4]; ushort h[8]; } QUAD;
 FN void two_bf16(unsigned u, LOCAL(float) o) { o[0] = AS_FLOAT(u << 16); o[1] = AS_FLOAT(u & 0xffff0000u); }
 FN void load2(GLOBAL(float) p, LOCAL(float) o) { const float2 a = *(GLOBAL(float2))p; o[0] = a.x; o[1] = a.y; }
 FN void load4(GLOBAL(float) p, LOCAL(float) o) {
