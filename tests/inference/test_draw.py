@@ -185,7 +185,7 @@ def test_sixteen_bit_logits_give_what_they_give_in_float32(sampling, dtype):
     assert drawn == answer_by_the_law(rows, [1, 2], sampling)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(seed=1), Sampling(seed=1, temperature=1.0, top_p=0.9), EVERYTHING])
+@pytest.mark.parametrize("sampling", [*COMMON, EVERYTHING])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_logits_that_are_not_numbers_are_told_and_still_give_an_id_to_go_on_with(sampling, dtype):
     sane = logits_of(1, 5)[0].tolist()

@@ -247,11 +247,14 @@ def _penalised(rows: mx.array, counts: mx.array, given: Operands) -> mx.array:
 
 
 def _log_softmax(kind: Kind, rows: mx.array, total: mx.array, shift: mx.array) -> mx.array:
-    """Logits less their log-sum-exp; where that is not finite all ids are as likely, so that one can be drawn.
+    """Logits less their log-sum-exp.
 
-    Of a row of -inf alone mlx-lm's top_p would read past the end. Whether the total is finite is asked in other words
-    than for the host: what two kernels share would become a node between them.
+    Before top_p all ids are as likely where the sum is not finite: of a row of -inf alone mlx-lm's filter would
+    read past the end. That the sum is finite is asked in other words than for the host: what two kernels share
+    would become a node between them.
     """
+    if not kind.top_p:
+        return rows - total
     likely = mx.where(shift == -math.inf, -math.inf, 0) if kind.padded else mx.array(0, dtype=mx.float32)
     return mx.where(mx.abs(total) < math.inf, rows - total, likely)
 
