@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from mtplx import paths
 from mtplx.errors import SettingsError
+from mtplx.sizes import parse_size
 
 PREFIX: Final = "MTPLX_"
 STAGES: Final = ("auto", "h0", "h1", "h2")
@@ -73,6 +74,7 @@ class Settings:
     stall_s: float = _setting(120.0, "Seconds without progress after which a beating worker counts as stalled.")
     drain_s: float = _setting(25.0, "Seconds the running job gets to end when the broker is told to stop.")
     prefill_chunk: int = _setting(512, "Prompt tokens read between two looks for a cancel.")
+    kv_memory: str = _setting("auto", "Memory for keys and values: auto, or a size such as 512MB, 4GB or 1.5GiB.")
     trace_file: Path | None = _setting(None, "Write spans to this file, one JSON object a line.")
     otlp_endpoint: str = _setting("", "Send spans to this OTLP/HTTP collector, as OTEL_EXPORTER_OTLP_ENDPOINT.")
     reference: bool = _setting(default=False, text="Decode by mlx-lm's own loop, to compare with.")
@@ -102,6 +104,13 @@ class Settings:
                 raise SettingsError(f"{flag(name)} must be from {low} to {high}, not {getattr(self, name)}.")
         if not self.model.strip():
             raise SettingsError("--model is empty; give a pulled name, a directory or a Hugging Face id.")
+        try:
+            _ = self.kv_bytes
+        except ValueError:
+            raise SettingsError(
+                f"--kv-memory {self.kv_memory!r} is wrong: "
+                "it must be auto, or a size such as 512MB, 4GB or 1.5GiB."
+            ) from None
         if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise SettingsError(
                 f"--otlp-endpoint {self.otlp_endpoint!r} is no collector's address; write http://127.0.0.1:4318."
@@ -154,6 +163,11 @@ class Settings:
     def endpoint(self, side: str) -> str:
         """The endpoint of *side*: `front` for producers, `back` for the worker."""
         return getattr(self, side) or f"ipc://{self.run_dir}/{side}.sock"
+
+    @property
+    def kv_bytes(self) -> int | None:
+        """Bytes for keys and values; None if the worker is to choose."""
+        return None if self.kv_memory == "auto" else parse_size(self.kv_memory)
 
     def environment(self) -> dict[str, str]:
         """An environment in which a child process loads these same settings."""

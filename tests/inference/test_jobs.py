@@ -127,6 +127,41 @@ def test_a_budget_is_cut_to_what_fits_and_reported(room, length, budget, used):
     assert (final.finish_reason, final.completion_tokens, final.max_tokens_used) == ("length", used, used)
 
 
+@pytest.mark.parametrize("length", [100, 101, 400])
+def test_a_prompt_that_fills_the_engines_memory_is_refused_with_both_numbers_before_any_forward(
+    room, length, monkeypatch
+):
+    room.engine.capacity = 100
+    monkeypatch.setattr(room.engine, "start", lambda *_: pytest.fail("a forward ran"))
+    for body, name in (({"token_ids": [5] * length}, "token_ids"), ({"prompt": "z" * (length - 1)}, "prompt")):
+        with pytest.raises(BadJobError, match=f"{length} tokens .* 100 positions.*--kv-memory") as caught:
+            room.run(body)
+        assert (caught.value.code, caught.value.field) == ("E_BAD_JOB", name)
+        assert caught.value.detail == {"prompt_tokens": length, "capacity": 100}
+
+
+def test_a_prompt_beyond_context_and_memory_is_refused_for_the_context(room):
+    room.engine.capacity = 100
+    with pytest.raises(BadJobError) as caught:
+        room.run({"token_ids": [5] * 512})
+    assert caught.value.detail == {"prompt_tokens": 512, "context": 512}
+
+
+@pytest.mark.parametrize(
+    ("length", "budget", "used"), [(99, 100, 1), (90, 100, 10), (90, 11, 10), (90, 10, 10), (90, 9, 9)]
+)
+def test_a_budget_is_cut_to_what_the_engines_memory_holds(room, length, budget, used):
+    room.engine.capacity = 100
+    _, final = room.run({"token_ids": [5] * length, "max_tokens": budget, **NO_END})
+    assert (final.finish_reason, final.completion_tokens, final.max_tokens_used) == ("length", used, used)
+
+
+def test_a_memory_beyond_the_context_changes_nothing(room):
+    room.engine.capacity = 600
+    _, final = room.run({"token_ids": [5] * 500, "max_tokens": 100, **NO_END})
+    assert final.max_tokens_used == 12
+
+
 def test_one_seed_gives_one_text_whatever_ran_in_between(room):
     body = {**SAMPLED, "max_tokens": 30}
     first = room.ids(body, seed=11)

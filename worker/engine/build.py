@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,110 +11,119 @@ import mlx.core as mx
 
 from worker.engine.dense_in_place import DenseInPlace
 from worker.engine.dense_tail import DenseTail
-from worker.engine.engine import Engine
 from worker.engine.forward import Forward, rows_needed
 from worker.engine.load import LoadedModel, device_name
+from worker.engine.memory import Need, pool_pages, prefill_bytes, room
+from worker.engine.module_lane import module_lane
 from worker.engine.packed import NotDenseError, Packed, pack
-from worker.engine.reference import ReferenceEngine
 from worker.engine.serial import SerialEngine
 from worker.engine.verify_bank import Switches, unserved
-from worker.kv.pages import Pages
+from worker.kernels.dialect import chosen
+from worker.kv.pages import PAGE, Pages
 from worker.kv.pool import Pool, Shape
-from worker.kv.prefix import PrefixIndex
+from worker.kv.prefix import Opened, PrefixIndex
 
 _log = logging.getLogger(__name__)
 
-# Rows of a prefill forward. On the CPU a row comes out the same however many there are; elsewhere the products of a
-# fixed count keep warm and cold runs equal, and the wait for the next token after a short prompt bounds the count.
+# Rows of a prefill forward. On the CPU a row comes out the same however many there are; elsewhere products of one
+# shape keep warm and cold runs equal, and how long a short prompt takes bounds the count.
 PREFILL_ROWS: Final = {"cpu": 1, "metal": 64, "cuda": 128}
 
 IN_PLACE: Final = "in place"
 TAIL_FORM: Final = "tail"
 
-# How far the lane's logits may be from the module's, of the largest of them, by type: its own rounding, no more.
+# How far a lane's logits may be from the module's, of the largest of them, by type: its own rounding, no more.
 _CLOSE: Final = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
-
-
-PagesOf = Callable[[Shape], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What may be chosen.
 
+    kv_bytes: memory for keys and values; None, what the device holds well.
     prefill_chunk: prompt ids between two looks for a cancel, where the rows of a forward are not fixed.
     prefill_rows: rows of a prefill forward; None, from the table.
-    form: "in place" or "tail"; None, the first of these that works here.
+    form: of the cache; None, the fastest that works here.
     """
 
+    kv_bytes: int | None = None
     prefill_chunk: int = 512
     prefill_rows: int | None = None
     form: str | None = None
     switches: Switches = Switches()
 
+    @property
+    def rows(self) -> int:
+        """Rows of a prefill forward on this device."""
+        return self.prefill_rows or PREFILL_ROWS[device_name()]
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
     """A lane with its books. name: "packed" or "module"; form: of its cache; why: what keeps it off the fast path."""
 
+    name: str
+    form: str
     forward: Forward
     pages: Pages
     page_bytes: int
-    name: str
-    form: str
     why: str
 
 
-def build(loaded: LoadedModel, options: Options, pages_of: PagesOf) -> tuple[SerialEngine, dict[str, Any]]:
-    """The serial engine for *loaded*, and what READY and health tell of it.
+def build(loaded: LoadedModel, options: Options) -> tuple[SerialEngine, dict[str, Any]]:
+    """The serial engine for *loaded*, and what READY and health tell of it. A dense model is packed in place.
 
-    Args:
-        loaded: the model; a dense one is packed in place and goes on working.
-        options: what was chosen.
-        pages_of: how many pages a pool of a shape gets on this device.
+    Raises:
+        SettingsError: the memory asked for is too little or too much.
     """
-    lane = _packed_lane(loaded, options, pages_of)
+    lane = _packed(loaded, options)
     limit = lane.pages.count * lane.page_bytes
     index = PrefixIndex(
-        lane.pages, page_bytes=lane.page_bytes, limit_bytes=limit, align=lane.forward.prefill_rows
+        lane.pages,
+        page_bytes=max(lane.page_bytes, 1),
+        limit_bytes=limit,
+        align=lane.forward.prefill_rows,
     )
-    engine = SerialEngine(loaded, lane.forward, index, prefill_chunk=options.prefill_chunk)
     info = {
         "lane": lane.name,
         "form": lane.form,
         "row_invariant": lane.forward.row_invariant,
         "prefill_rows": lane.forward.prefill_rows,
+        "prefix_reuse": lane.forward.prefix_reuse,
         "pool": {"pages": lane.pages.count, "bytes": limit, "tokens": lane.forward.capacity},
+        "why": lane.why,
     }
-    if lane.why:
-        info["why"] = lane.why
-    return engine, info
+    return SerialEngine(loaded, lane.forward, index, prefill_chunk=options.prefill_chunk), info
 
 
-def _packed_lane(loaded: LoadedModel, options: Options, pages_of: PagesOf) -> Lane:
+def _packed(loaded: LoadedModel, options: Options) -> Lane:
     """The packed lane if the model is dense and its packed form computes the same; else the module lane."""
     try:
         packed = pack(loaded.model)
     except NotDenseError as error:
-        return _module_lane(loaded, options, pages_of, str(error))
+        return _module(loaded, options, str(error))
     shape = Shape(len(packed.layers), packed.heads.kv_heads, packed.heads.dim, packed.dtype)
-    pool = Pool(shape, pages_of(shape))
+    pool = Pool(shape, _pages(loaded, shape, options))
     pages = Pages(pool.pages)
-    rows = options.prefill_rows or PREFILL_ROWS[device_name()]
-    why = ""
+    why = unserved(packed)
     for form in (options.form,) if options.form else _forms(packed, options):
-        forward: Forward = (
-            DenseInPlace(packed, pool, prefill_rows=max(rows, PAGE), switches=options.switches)
-            if form == IN_PLACE
-            else DenseTail(packed, pool, prefill_rows=rows)
-        )
+        forward = _dense(packed, pool, form, options)
         error = distance(loaded, forward, pages)
         if error <= _CLOSE[loaded.dtype]:
-            return Lane(forward, pages, shape.page_bytes, "packed", form, why)
+            return Lane(
+                name="packed", form=form, forward=forward, pages=pages, page_bytes=shape.page_bytes, why=why
+            )
         why = f"its packed form ({form}) differs from mlx-lm's module by {error:.2g} of the largest logit"
         _log.warning("%s: %s", loaded.name, why)
+    # Its memory is the module lane's now.
     del pool, forward
-    return _module_lane(loaded, options, pages_of, why)
+    return _module(loaded, options, why)
+
+
+def _dense(packed: Packed, pool: Pool, form: str, options: Options) -> Forward:
+    if form == IN_PLACE:
+        return DenseInPlace(packed, pool, prefill_rows=max(options.rows, PAGE), switches=options.switches)
+    return DenseTail(packed, pool, prefill_rows=options.rows)
 
 
 def _forms(packed: Packed, options: Options) -> tuple[str, ...]:
@@ -124,20 +133,47 @@ def _forms(packed: Packed, options: Options) -> tuple[str, ...]:
     return (IN_PLACE, TAIL_FORM)
 
 
+def _module(loaded: LoadedModel, options: Options, why: str) -> Lane:
+    forward = module_lane(
+        loaded, asked=options.kv_bytes, prefill_rows=options.rows, chunk=options.prefill_chunk
+    )
+    reasons = "; ".join(reason for reason in (why, forward.why) if reason)
+    form = "pages" if forward.page_bytes else "mlx-lm"
+    return Lane(
+        name="module",
+        form=form,
+        forward=forward,
+        pages=Pages(forward.pages),
+        page_bytes=forward.page_bytes,
+        why=reasons,
+    )
+
+
+def _pages(loaded: LoadedModel, shape: Shape, options: Options) -> int:
+    need = Need(
+        page_bytes=shape.page_bytes,
+        context=loaded.context,
+        prefill_rows=options.rows,
+        reserve=prefill_bytes(options.rows if options.rows > 1 else options.prefill_chunk, loaded.width),
+    )
+    return pool_pages(options.kv_bytes, room(), need)
+
+
 def distance(loaded: LoadedModel, forward: Forward, pages: Pages) -> float:
     """How far a lane's logits are from those of mlx-lm's module, as a share of the largest: prefill and one more row."""
     ids = [place * 7919 % loaded.vocabulary for place in range(1, 6)]
-    index = PrefixIndex(pages, page_bytes=1, limit_bytes=0)
-    opened = index.open(ids[:-1], rows_needed(len(ids), forward.prefill_rows), owner=b"", cache=False)
-    forward.begin(opened)
+    sequence = pages.reserve(rows_needed(len(ids), forward.prefill_rows))
+    forward.begin(Opened(sequence, tuple(ids[:-1]), b"", False, (), 0, True))
     first = forward.read(ids[:-1], last=True)
     assert first is not None, "the last chunk gives logits"
     mx.eval(first)
     got = mx.concatenate([first, forward.rows(mx.array(ids[-1:], dtype=mx.uint32))]).astype(mx.float32)
     want = loaded.model(mx.array([ids]))[0, -2:].astype(mx.float32)
-    error = mx.abs(got - want).max() / mx.abs(want).max()
+    # A model that produces no numbers is told so in a job, whatever the lane.
+    finite = mx.isfinite(want)
+    off = mx.where(finite, mx.where(mx.isfinite(got), mx.abs(got - want), math.inf), 0)
+    error = off.max() / mx.maximum(mx.where(finite, mx.abs(want), 0).max(), 1e-30)
     mx.eval(error)
     forward.end()
-    opened.sequence.release()
-    pages.keepers.remove(index)
+    sequence.release()
     return float(error.item())

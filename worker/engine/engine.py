@@ -27,7 +27,8 @@ class EngineRequest:
 
     prompt: ids of the prompt, at least one, all of them in the model's vocabulary.
     drawn: ids an earlier attempt already drew; they are read after the prompt and never drawn again.
-    max_tokens: how many ids may be drawn at most, *drawn* not counted; the caller has cut it to the context.
+    max_tokens: how many ids may be drawn at most, *drawn* not counted; the caller has cut it to context
+        and capacity.
     cache: which rows of earlier requests may be reused: True, those that prefill wrote, so that the answer is that
         of a cold run; "answers", also those that drawing wrote; False, none, and none of this one are kept.
     owner: whose rows may be reused, and who may reuse these; compared byte for byte.
@@ -69,7 +70,12 @@ class Figures:
 
 
 class Engine(Protocol):
-    """Runs one request at a time. All calls come from one thread, which alone touches the device."""
+    """Runs one request at a time. All calls come from one thread, which alone touches the device.
+
+    capacity: positions that one request may have, prompt, drawn ids and budget together; the caller sees to it.
+    """
+
+    capacity: int
 
     def warm_up(self) -> None:
         """Make every kernel a job may need; called once, before the first job."""

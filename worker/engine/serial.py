@@ -32,12 +32,8 @@ class SerialEngine:
         self._index = index
         # Where rows are aligned the lane says how many a forward reads; else only the wait for a cancel matters.
         self._chunk = forward.prefill_rows if forward.prefill_rows > 1 else prefill_chunk
+        self.capacity = forward.capacity
         self._run: _Run | None = None
-
-    @property
-    def capacity(self) -> int:
-        """Positions that one job may have: prompt, drawn ids and budget."""
-        return self._forward.capacity
 
     def warm_up(self) -> None:
         """Run each kind of draw and every width once, so that no job waits for a kernel to be compiled."""

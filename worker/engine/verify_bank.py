@@ -55,6 +55,7 @@ class VerifyBank:
         self._switches = switches
         self._in_place = chosen(switches.kernels) is not None
         self._compiled: dict[int, Callable[..., list[mx.array]]] = {}
+        self._steps: dict[tuple[int, int], mx.array] = {}
 
     @property
     def row_invariant(self) -> bool:
@@ -92,9 +93,14 @@ class VerifyBank:
             x = self._added(heads.reshape(tokens.size, -1), layer.out, x)
             x = self._mlp(x, layer)
         logits = self._normed(x, packed.norm, packed.head)
-        step = mx.zeros(meta.shape, dtype=mx.int32)
-        step[0] = tokens.size
-        return [logits, meta + step, *([] if self._in_place else written)]
+        return [logits, meta + self._step(tokens.size, meta.size), *([] if self._in_place else written)]
+
+    def _step(self, rows: int, width: int) -> mx.array:
+        """What is added to meta: a constant of the compiled function."""
+        key = (rows, width)
+        if key not in self._steps:
+            self._steps[key] = mx.array([rows, *[0] * (width - 1)], dtype=mx.int32)
+        return self._steps[key]
 
     def _mlp(self, x: mx.array, layer: Layer) -> mx.array:
         if self._switches.matvec and layer.gate_up.bias is None:

@@ -1,7 +1,7 @@
 """The arrays that hold keys and values: one for each layer, one owner, written without a copy.
 
-MLX writes an array in place only if nothing else refers to its buffer, and copies all of it otherwise. So nobody keeps
-an array of the pool, or a view of one, across an update; views that an evaluation took are gone when it is done.
+MLX writes an array in place only if nothing else refers to its buffer, and copies all of it otherwise. So nobody
+keeps an array of the pool, or a view of one, across an update; views within a graph are gone once it is evaluated.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ class Place:
         key = (lines, pages)
         if key not in self._indices:
             first = mx.arange(lines, dtype=mx.uint32)[:, None] * pages
-            self._indices[key] = first + mx.array(self._pages, dtype=mx.uint32)
+            self._indices[key] = first + mx.array(list(self._pages), dtype=mx.uint32)
         return self._indices[key]
 
 
 class Pool:
     """Rows of *shape* for *pages* pages; one thread uses it, and `Pages` keeps its books.
 
-    arrays: for each layer T [2, Hkv, pages * PAGE, D], keys before values. Nobody else may refer to one, or to a view of
-    one, while it is updated.
+    arrays: for each layer T [2, Hkv, pages * PAGE, D], keys before values. While one is updated nobody else may
+        refer to it or to a view of it.
 
     Args:
         shape: the layers.
@@ -118,7 +118,7 @@ class Pool:
         self.finish()
 
     def put(self, layer: int, rows: mx.array, place: Place) -> None:
-        """As `write`, for one layer and without evaluating: a part of the graph that reads from here on will see."""
+        """As `write`, for one layer and not evaluated; whoever takes a view from now on sees the rows."""
         assert rows.dtype == self.shape.dtype, f"{rows.dtype} into a pool of {self.shape.dtype}"
         array, done = self.arrays[layer], 0
         for slot, count in place.spans:

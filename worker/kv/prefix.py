@@ -48,8 +48,11 @@ class Match:
 
     def without_tail(self) -> Match:
         """The full pages alone, which cost no page more than a cold start."""
-        full = len(self.pages)
-        return Match(self.pages, exact_rows=min(self.exact_rows, full * PAGE), path=self.path[:full])
+        return self.first(len(self.pages))
+
+    def first(self, full: int) -> Match:
+        """The first *full* pages alone."""
+        return Match(self.pages[:full], exact_rows=min(self.exact_rows, full * PAGE), path=self.path[:full])
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +91,20 @@ class PrefixIndex:
         page_bytes: bytes of one page in all layers together.
         limit_bytes: what the stored pages may fill at most, those counted that running sequences share; less than
             one page switches the index off.
+        align: rows are stored and reused by as many at once, so that a prefill goes on where a cold one would
+            begin a forward: 1, or a multiple of `PAGE`, with which no row is ever copied.
     """
 
-    def __init__(self, pages: Pages, *, page_bytes: int, limit_bytes: int) -> None:
+    def __init__(self, pages: Pages, *, page_bytes: int, limit_bytes: int, align: int = 1) -> None:
         if page_bytes < 1 or limit_bytes < 0:
             raise ValueError(f"{page_bytes} bytes a page under a limit of {limit_bytes} bytes")
+        if align != 1 and (align < PAGE or align % PAGE):
+            raise ValueError(f"rows are aligned to 1 or to a multiple of {PAGE}, not to {align}")
         self.figures = Figures()
         self._pages = pages
         self._page_bytes = page_bytes
         self._limit_pages = limit_bytes // page_bytes
+        self._align = align
         self._roots: dict[bytes, Node] = {}
         # Oldest use first. A page comes before the one it goes on from, so that leaves are met first.
         self._nodes: OrderedDict[bytes, Node] = OrderedDict()
@@ -123,8 +131,13 @@ class PrefixIndex:
     def lookup(self, ids: Ids[int], *, owner: bytes, cache: Cache) -> Match:
         """Find the longest stored beginning of the prompt *ids* that leaves at least one id to be read.
 
-        Changes nothing, the order of eviction included. Only what the same *owner* stored is found.
+        Changes nothing, the order of eviction included. Only what the same *owner* stored is found, cut down to a
+        multiple of `align` rows.
         """
+        match = self._longest(ids, owner=owner, cache=cache)
+        return match if self._align == 1 else match.first(match.length // self._align * self._align // PAGE)
+
+    def _longest(self, ids: Ids[int], *, owner: bytes, cache: Cache) -> Match:
         root = self._roots.get(owner)
         if cache is False or root is None:
             return Match()
@@ -183,7 +196,7 @@ class PrefixIndex:
         return Opened(sequence, tuple(ids), owner, cache, copies, match.length, match.exact)
 
     def store(self, opened: Opened, ids: Ids[int], verified: int) -> int:
-        """Keep the first *verified* rows of a sequence for later prompts, as far as the limit allows.
+        """Keep the first *verified* rows of a sequence for later prompts, as far as limit and `align` allow.
 
         May be called while the sequence runs, and again; its stored rows are then fixed. To be called before
         `release`. A job that opted out stores nothing.
@@ -202,6 +215,7 @@ class PrefixIndex:
         if opened.cache is False:
             return 0
         node = self._roots.get(owner) or tree.root_of(owner)
+        verified = verified // self._align * self._align
         path: dict[Node, int] = {}
         victims = self._victims(path)
         for place, page in enumerate(sequence.table[: pages_for(verified)]):
