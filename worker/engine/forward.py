@@ -67,6 +67,9 @@ class Forward(Protocol):
             Logits [R, V] in the model's type, not yet computed.
         """
 
+    def trace(self) -> None:
+        """Compile the widths that `rows` runs, on a begun sequence with room for 31 rows; nothing where none are."""
+
     def settle(self) -> None:
         """Bring all rows below `sequence.length` into the pages and wait for it.
 

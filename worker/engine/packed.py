@@ -19,7 +19,6 @@ from worker.kernels.matvec import Affine
 from worker.kernels.rope_table import rope_of
 from worker.kernels.rope_write import Heads
 
-
 _PRODUCTS: Final = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _NORMS: Final = {"q_norm", "k_norm"}
 
@@ -36,7 +35,7 @@ class Linear:
     bias: mx.array | None = None
 
     def __call__(self, x: mx.array) -> mx.array:
-        """x T [..., K] to T [..., N] by MLX's own operations."""
+        """X T [..., K] to T [..., N] by MLX's own operations."""
         weight = self.weight
         if isinstance(weight, Affine):
             y = mx.quantized_matmul(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final, cast
 
 import mlx.core as mx
 
-from worker.engine.draw import Drawn, Draws
+from worker.engine.draw import NOT_A_NUMBER, Drawn, Draws, warm
 from worker.engine.engine import EngineRequest, Figures, NumericError, PrefillProgress, Step
 from worker.engine.forward import MAX_ROWS, Forward, rows_needed
 from worker.engine.load import LoadedModel
@@ -15,7 +15,6 @@ from worker.engine.sample import Sampling
 from worker.kv.prefix import Opened, PrefixIndex
 
 ROUTE: Final = "serial_b1"
-BAD: Final = 0xFFFFFFFF
 
 
 class SerialEngine:
@@ -36,20 +35,15 @@ class SerialEngine:
         self._run: _Run | None = None
 
     def warm_up(self) -> None:
-        """Run each kind of draw and every width once, so that no job waits for a kernel to be compiled."""
-        sampled = Sampling(seed=0, temperature=1.0)
-        penalised = Sampling(seed=0, temperature=1.0, top_p=0.9, repetition_penalty=1.1)
-        for sampling in (Sampling(seed=0), sampled, penalised):
-            drawn = tuple([0] * MAX_ROWS) if sampling is sampled else ()
-            request = EngineRequest(prompt=(0, 0, 0), sampling=sampling, max_tokens=3, drawn=drawn, cache=False)
-            self.start(request, _unheard)
-            for _ in range(request.max_tokens):
-                try:
-                    self.step()
-                except NumericError:
-                    # A model whose first numbers are bad must fail in a job, where it is told.
-                    break
-            self.stop()
+        """Run the common kinds of draw and every width once, so that no job waits for a kernel to be compiled."""
+        request = EngineRequest(
+            prompt=(0,), sampling=Sampling(seed=0), max_tokens=2, drawn=(0,) * MAX_ROWS, cache=False
+        )
+        self.start(request, _unheard)
+        self._forward.trace()
+        # Not by step(): a model whose first numbers are bad must fail in a job, where it is told.
+        self.stop()
+        warm(self._loaded.width, self._loaded.vocabulary, getattr(mx, self._loaded.dtype))
 
     def start(self, request: EngineRequest, progress: PrefillProgress) -> None:
         """As in `Engine`."""
@@ -67,6 +61,7 @@ class SerialEngine:
             (*request.prompt, *request.drawn),
             width=self._loaded.width,
             vocabulary=self._loaded.vocabulary,
+            reach=positions,
         )
         self._forward.begin(opened)
         logits = self._read_prompt(run, progress)
@@ -84,7 +79,7 @@ class SerialEngine:
         if more and self._forward.one_ahead:
             run.ahead = self._next(run, drawn)
         token = int(drawn.read.item())
-        if token == BAD:
+        if token == NOT_A_NUMBER:
             run.failed = True
             raise NumericError("the model produced NaN or infinite logits")
         run.steps += 1
@@ -174,5 +169,5 @@ def _pairs(drawn: Drawn) -> list[tuple[int, float]] | None:
     """(id, log-probability) pairs, likeliest first, ties to the lower id."""
     if drawn.top is None:
         return None
-    ids, values = (part.tolist() for part in drawn.top)
+    ids, values = (cast("list[Any]", part.tolist()) for part in drawn.top)
     return sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
