@@ -1,4 +1,4 @@
-"""From a loaded model to an engine: which lane, which form of the cache, how large a pool, and what health says of it."""
+"""From a loaded model to an engine: which lane, which form of the cache, how large a pool; and health's words."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """A lane with its books. name: "packed" or "module"; form: of its cache; why: what keeps it off the fast path."""
+    """A lane with its books. name: "packed" or "module"; form: of its cache; why: what keeps it off the fast path
+    in words, empty if nothing does.
+    """
 
     name: str
     form: str
@@ -158,7 +160,10 @@ def _pages(loaded: LoadedModel, shape: Shape, options: Options) -> int:
 
 
 def distance(loaded: LoadedModel, forward: Forward, pages: Pages) -> float:
-    """How far a lane's logits are from those of mlx-lm's module, as a share of the largest: prefill and one more row."""
+    """How far a lane's logits are from those of mlx-lm's module, as a share of the largest.
+
+    Both read a few ids, the lane the last of them as a row of an answer.
+    """
     ids = [place * 7919 % loaded.vocabulary for place in range(1, 6)]
     sequence = pages.reserve(rows_needed(len(ids), forward.prefill_rows))
     forward.begin(Opened(sequence, tuple(ids[:-1]), b"", False, (), 0, True))

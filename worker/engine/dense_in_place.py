@@ -1,8 +1,8 @@
 """The packed lane in the in-place form: kernels write the pools, the decode forward is compiled.
 
 MLX does not see a write in place. Within a forward the reader takes the writer's output; between two forwards the
-order comes from the data: a forward over tokens that the device has drawn follows the draw, and one over tokens that
-the host knows is waited for before the next begins.
+order comes from the data: a forward over tokens that the device has drawn follows the draw, and one over tokens
+that the host knows is waited for before the next begins.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The packed lane in the tail form: official operations only, nothing is written in place while it may be read.
 
-The pool holds the rows below `folded`; the rows from there on lie in a small tail per layer, which slice_update may
-copy whenever it likes. Attention reads both, joined: one copy of the context a step, as mlx-lm's own loop makes it
-when it updates its cache ahead of the device, but MLX's fused attention over them.
+The pool holds the rows below `folded`; the rows from there on lie in a small tail per layer, which slice_update
+may copy whenever it likes. Attention reads both, joined: one copy of the context a step, as mlx-lm's own loop makes
+it when it updates its cache ahead of the device, and MLX's fused attention over it.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ class DenseTail:
         self._folded = sequence.length
 
     def _chunk(self, ids: Ids[int], start: int, last: bool) -> tuple[list[mx.array], mx.array | None]:
-        """The rows of a part of the prompt, per layer T [2, Hkv, n, D], and the last id's logits if it is the last.
+        """The rows of a part of the prompt, per layer T [2, Hkv, n, D]; if it is the last, its last id's logits.
 
-        A function of its own: what it leaves uncomputed still reads the pool, and must be gone when that is written.
+        A function of its own: what it leaves uncomputed reads the pool, and must be gone when that is written.
         """
         table = self._started().table
         # The last chunk is padded where rows depend on how many there are.

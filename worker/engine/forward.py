@@ -68,7 +68,7 @@ class Forward(Protocol):
         """
 
     def trace(self) -> None:
-        """Compile the widths that `rows` runs, on a begun sequence with room for 31 rows; nothing where none are."""
+        """Compile the widths that `rows` runs, if any, on a begun sequence with room for 31 rows."""
 
     def settle(self) -> None:
         """Bring all rows below `sequence.length` into the pages and wait for it.

@@ -1,8 +1,8 @@
 """The dense family in packed form: what mlx-lm's module holds, with fewer and larger products.
 
 A block of this family is `x += attention(norm(x)); x += down(silu(gate(norm(x))) * up(norm(x)))`, with rope, and
-perhaps biases or a norm of q and k. Query, key and value weights become one matrix, gate and up another. The module's
-own weights become views of them, so that each weight is in memory once and the module goes on working.
+perhaps biases or a norm of q and k. Query, key and value weights become one matrix, gate and up another. The
+module's own weights become views of them, so that each weight is in memory once and the module goes on working.
 """
 
 from __future__ import annotations

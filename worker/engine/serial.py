@@ -78,7 +78,7 @@ class SerialEngine:
         more = run.steps + 1 < run.request.max_tokens
         if more and self._forward.one_ahead:
             run.ahead = self._next(run, drawn)
-        token = int(drawn.read.item())
+        token = cast("int", drawn.read.item())
         if token == NOT_A_NUMBER:
             run.failed = True
             raise NumericError("the model produced NaN or infinite logits")
@@ -141,7 +141,7 @@ class SerialEngine:
     def _draw(self, run: _Run, logits: mx.array) -> Drawn:
         position = run.opened.sequence.length
         drawn = run.draws(logits, mx.array([position], dtype=mx.int32))
-        mx.async_eval(drawn.token, drawn.read, *(drawn.top or ()))
+        mx.async_eval(drawn.token, drawn.read, *(drawn.top or ()))  # type: ignore[no-untyped-call]
         return drawn
 
     def _next(self, run: _Run, drawn: Drawn) -> Drawn:
