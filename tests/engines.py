@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
+from worker.engine import build as lanes
+from worker.engine.build import Options
 from worker.engine.engine import Cancelled, Engine, EngineRequest, Figures
 from worker.engine.load import LoadedModel
 from worker.engine.reference import ReferenceEngine
-from worker.kv.pages import Pages
+from worker.kv.pages import PAGE, Pages
 from worker.kv.prefix import PrefixIndex
 
 Form = Literal["tail", "in place"]
 # Pages of a pool that no test fills.
-PLENTY = 512
+PLENTY = 32
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,33 @@ def reference(
     return Built(ReferenceEngine(loaded, prefill_rows))
 
 
-# Arguments: rows of a prefill forward at most, form of the cache, pages of the pool, and how many of them the
-# prefix index may hold (None: all).
-build = reference
+def build(
+    loaded: LoadedModel,
+    *,
+    prefill_rows: int = 512,
+    form: Form = "tail",
+    pages: int = PLENTY,
+    stored: int | None = None,
+) -> Built:
+    """The serial engine.
+
+    prefill_rows: rows of a prefill forward at most, and exactly so many in place. pages: of the pool. stored: how many
+    of them the prefix index may hold; None, all.
+    """
+    options = Options(
+        prefill_chunk=prefill_rows,
+        prefill_rows=-(-prefill_rows // PAGE) * PAGE if form == "in place" else 1,
+        form=form,
+    )
+    _, info = lanes.build(loaded, options)
+    page_bytes = info["pool"]["bytes"] // info["pool"]["pages"]
+    engine, _ = lanes.build(loaded, replace(options, kv_bytes=max(page_bytes, 1) * pages))
+    index = engine.index
+    if stored is not None:
+        index = engine.index = PrefixIndex(
+            index.pages, page_bytes=1, limit_bytes=stored, align=options.prefill_rows or 1
+        )
+    return Built(engine, index.pages, index)
 
 
 @dataclass(frozen=True)

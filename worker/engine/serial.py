@@ -28,7 +28,7 @@ class SerialEngine:
     ) -> None:
         self._loaded = loaded
         self._forward = forward
-        self._index = index
+        self.index = index
         # Where rows are aligned the lane says how many a forward reads; else only the wait for a cancel matters.
         self._chunk = forward.prefill_rows if forward.prefill_rows > 1 else prefill_chunk
         self.capacity = forward.capacity
@@ -49,7 +49,7 @@ class SerialEngine:
         """As in `Engine`."""
         self.stop()
         positions = len(request.prompt) + len(request.drawn) + request.max_tokens
-        opened = self._index.open(
+        opened = self.index.open(
             request.prompt,
             rows_needed(positions, self._forward.prefill_rows),
             owner=request.owner,
@@ -66,7 +66,7 @@ class SerialEngine:
         self._forward.begin(opened)
         logits = self._read_prompt(run, progress)
         if request.drawn:
-            logits = self._force(request.drawn)
+            logits = self._force(run, progress)
         run.ahead = self._draw(run, logits)
 
     def step(self) -> Step:
@@ -104,7 +104,7 @@ class SerialEngine:
         sequence.truncate(verified)
         if not run.failed:
             self._forward.settle()
-            self._index.store(run.opened, ids, verified)
+            self.index.store(run.opened, ids, verified)
         self._forward.end()
         sequence.release()
         return Figures(
@@ -117,25 +117,27 @@ class SerialEngine:
         )
 
     def _read_prompt(self, run: _Run, progress: PrefillProgress) -> mx.array:
-        prompt, done = run.request.prompt, run.opened.cached
-        total = len(prompt)
+        """Logits [1, V] of the prompt's last id."""
+        prompt, done, total = run.request.prompt, run.opened.cached, run.total
         progress(done, total)
         while True:
-            end = min(done + self._chunk, total)
-            logits = self._forward.read(prompt[done:end], last=end == total)
+            end = min(done + self._chunk, len(prompt))
+            logits = self._forward.read(prompt[done:end], last=end == len(prompt))
             done = end
             mx.clear_cache()
             progress(done, total)
             if logits is not None:
                 return logits
 
-    def _force(self, drawn: tuple[int, ...]) -> mx.array:
+    def _force(self, run: _Run, progress: PrefillProgress) -> mx.array:
         """Rows of ids that an earlier attempt drew; the logits [1, V] of the last."""
+        drawn = run.request.drawn
         for start in range(0, len(drawn), MAX_ROWS):
             tokens = mx.array(drawn[start : start + MAX_ROWS], dtype=mx.uint32)
             logits = self._forward.rows(tokens)[-1:]
             # Nothing in the graph orders this forward before the next one: its tokens are known already.
             mx.eval(logits)
+            progress(run.opened.sequence.length, run.total)
         return logits
 
     def _draw(self, run: _Run, logits: mx.array) -> Drawn:
@@ -159,6 +161,11 @@ class _Run:
     answer: list[int] = field(default_factory=list)
     steps: int = 0
     failed: bool = False
+
+    @property
+    def total(self) -> int:
+        """Ids to be read before the first draw."""
+        return len(self.request.prompt) + len(self.request.drawn)
 
 
 def _unheard(_done: int, _total: int) -> None:
