@@ -74,7 +74,7 @@ typedef half float16_t;
 // ---- fibers
 namespace standin {
 enum State { READY, EXCHANGE, AT_BARRIER, DONE };
-enum Kind { SUM, MAXIMUM, SHUFFLE };
+enum Kind { SUM, MAXIMUM, SHUFFLE, LANE };
 struct Fiber { jmp_buf at; ucontext_t first; State state; bool born; char* stack; };
 struct Request { Kind kind; uint argument; float value; };
 static Fiber fibers[1024];
@@ -119,15 +119,19 @@ static void prepare(int threads) {
     makecontext(&fiber.first, life, 0);
   }
 }
-// All 32 lanes ask the same question; the answer is the butterfly's, as on a warp.
+// All 32 lanes ask the same question; the answer is the butterfly's, as on a warp. Only a lane may be each one's own.
 static bool answer(int base) {
   const Request asked = requests[base];
   float v[32], n[32];
   for (int l = 0; l < 32; l++) {
-    if (requests[base + l].kind != asked.kind || requests[base + l].argument != asked.argument) return false;
+    if (requests[base + l].kind != asked.kind) return false;
+    if (asked.kind != LANE && requests[base + l].argument != asked.argument) return false;
     v[l] = requests[base + l].value;
   }
-  if (asked.kind == SHUFFLE) { for (int l = 0; l < 32; l++) n[l] = v[l ^ asked.argument]; memcpy(v, n, sizeof v); }
+  if (asked.kind == LANE) {
+    for (int l = 0; l < 32; l++) n[l] = v[requests[base + l].argument & 31u];
+    memcpy(v, n, sizeof v);
+  } else if (asked.kind == SHUFFLE) { for (int l = 0; l < 32; l++) n[l] = v[l ^ asked.argument]; memcpy(v, n, sizeof v); }
   else for (int m = 16; m; m >>= 1) {
     for (int l = 0; l < 32; l++) n[l] = asked.kind == SUM ? v[l] + v[l ^ m] : fmaxf(v[l], v[l ^ m]);
     memcpy(v, n, sizeof v);
@@ -205,6 +209,7 @@ static inline void threadgroup_barrier(mem_flags) { standin::give_way(standin::A
 static inline float simd_sum(float v) { return standin::exchange(standin::SUM, 0, v); }
 static inline float simd_max(float v) { return standin::exchange(standin::MAXIMUM, 0, v); }
 static inline float simd_shuffle_xor(float v, ushort m) { return standin::exchange(standin::SHUFFLE, m, v); }
+static inline uint simd_shuffle(uint v, ushort l) { return as_type<uint>(standin::exchange(standin::LANE, l, as_type<float>(v))); }
 static inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 static inline float max(float a, float b) { return fmaxf(a, b); }
 namespace precise {

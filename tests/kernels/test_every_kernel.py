@@ -15,7 +15,17 @@ from kernels import standin
 from kernels.oracle import draw
 
 import worker.kernels
-from worker.kernels import add_norm, attention, attention_combine, matvec, rope_write, rows, swiglu
+from worker.kernels import (
+    add_norm,
+    attention,
+    attention_combine,
+    matvec,
+    move_rows,
+    read_pages,
+    rope_write,
+    rows,
+    swiglu,
+)
 from worker.kernels.dialect import Launch
 from worker.kernels.rope_write import Heads
 
@@ -25,7 +35,7 @@ HEADS = Heads(heads=4, kv_heads=1, dim=128, rotated=128, norm_eps=1e-6)
 META = mx.array([3, 1, 0, 0, 0, 0, 0, 0], dtype=mx.int32)
 LIMIT = 32 * 1024
 SIZES = {"QUAD": 16, "float": 4, "int": 4}
-IN_PLACE = {"rope_write", "attention"}
+IN_PLACE = {"rope_write", "attention", "move_rows"}
 
 
 def random() -> np.random.Generator:
@@ -71,6 +81,8 @@ EXAMPLES: dict[str, list[Callable[[], Launch]]] = {
         lambda: attend(80, 8, None),
     ],
     "attention_combine": [lambda: join(None), lambda: join(TREE)],
+    "read_pages": [lambda: read_pages.launch(some(2, 1, 64, 128), META, 20, some(1))],
+    "move_rows": [lambda: move_rows.launch(some(2, 1, 64, 128), mx.array([[1, 2], [3, 4]], dtype=mx.int32))],
     "matvec": [lambda: matvec.launch(some(16, 64), some(64, 64)), lambda: affine(4), lambda: affine(8)],
 }
 
