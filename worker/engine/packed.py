@@ -243,6 +243,7 @@ def _layer(block: Any) -> Layer:
         traditional=turned is not None and turned.traditional,
         input_scale=1.0 if turned is None else turned.input_scale,
         norm_eps=None if q_norm is None else attention.q_norm.eps,
+        scale=float(attention.scale),
     )
     frequencies = None if turned is None else turned.frequencies
     known = none or turned is not None
