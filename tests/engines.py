@@ -21,11 +21,23 @@ PLENTY = 32
 
 @dataclass(frozen=True)
 class Built:
-    """An engine with its books; without them where it keeps nothing between two requests."""
+    """An engine with its books, which are None where it has none.
+
+    reuses: whether a request may begin with rows of an earlier one.
+    """
 
     engine: Engine
     pages: Pages | None = None
     index: PrefixIndex | None = None
+    reuses: bool = False
+
+    def check_idle(self) -> None:
+        """Prove that no request holds a page and that the books are right."""
+        if self.index is None or self.pages is None:
+            return
+        assert not self.pages.sequences, "an ended request holds pages"
+        assert self.pages.free + self.index.pages_held == self.pages.count
+        self.index.check()
 
 
 def reference(
@@ -71,11 +83,12 @@ def build(
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request gave; cancelled: it was ended before its last token."""
+    """What a request gave. read: ids of prompt and *drawn* that were read; cancelled: it ended before its last token."""
 
     ids: list[int]
     figures: Figures
-    cancelled: bool = False
+    read: int
+    cancelled: bool
 
 
 def answer(
@@ -103,4 +116,4 @@ def answer(
         figures = engine.stop()
     assert all(of == total and 0 <= done <= total for done, of in heard)
     assert all(before <= after for (before, _), (after, _) in pairwise(heard))
-    return Answer(ids, figures, cancelled)
+    return Answer(ids, figures, heard[-1][0] if heard else 0, cancelled)
