@@ -77,6 +77,7 @@ class Settings:
     kv_memory: str = _setting("auto", "Memory for keys and values: auto, or a size such as 512MB, 4GB or 1.5GiB.")
     trace_file: Path | None = _setting(None, "Write spans to this file, one JSON object a line.")
     otlp_endpoint: str = _setting("", "Send spans to this OTLP/HTTP collector, as OTEL_EXPORTER_OTLP_ENDPOINT.")
+    reference: bool = _setting(default=False, text="Decode by mlx-lm's own loop, to compare with.")
     log_level: str = _setting("warning", "debug, info, warning or error.")
 
     def __post_init__(self) -> None:
@@ -208,6 +209,11 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def kernel_folder(folder: Path) -> Path:
+    """Where MLX's CUDA build looks for compiled kernels: as its own variable says, else *folder* from now on."""
+    return Path(os.environ.setdefault("MLX_PTX_CACHE_DIR", str(folder)))
+
+
 def _place(endpoint: str) -> str:
     """One spelling for each place that can be bound."""
     if endpoint.startswith("ipc://"):
@@ -276,16 +282,28 @@ def _parsed(where: str, name: str, value: Any) -> Any:
             return SchedulerMode(value)
         if wanted in ("Path", "Path | None"):
             return Path(value).expanduser().absolute()
+        if wanted == "bool":
+            return _switch(value)
         if wanted in ("int", "float"):
             return _number(int if wanted == "int" else float, value)
     except (TypeError, ValueError):
-        needed = {"int": "a whole number", "float": "a number"}.get(
-            str(wanted), "one of " + ", ".join(SchedulerMode)
-        )
+        kinds = {"int": "a whole number", "float": "a number", "bool": f"one of {', '.join(_SWITCHES)}"}
+        needed = kinds.get(str(wanted), "one of " + ", ".join(SchedulerMode))
         raise SettingsError(f"{where} = {value!r} is wrong: it must be {needed}.") from None
     if not isinstance(value, str):
         raise SettingsError(f"{where} = {value!r} must be text.")
     return value
+
+
+_SWITCHES: Final = {"1": True, "true": True, "0": False, "false": False}
+
+
+def _switch(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, str) or value.lower() not in _SWITCHES:
+        raise ValueError(value)
+    return _SWITCHES[value.lower()]
 
 
 def _number(kind: type[int | float], value: Any) -> Any:

@@ -74,7 +74,7 @@ typedef half float16_t;
 // ---- fibers
 namespace standin {
 enum State { READY, EXCHANGE, AT_BARRIER, DONE };
-enum Kind { SUM, MAXIMUM, SHUFFLE };
+enum Kind { SUM, MAXIMUM, SHUFFLE, LANE };
 struct Fiber { jmp_buf at; ucontext_t first; State state; bool born; char* stack; };
 struct Request { Kind kind; uint argument; float value; };
 static Fiber fibers[1024];
@@ -119,15 +119,19 @@ static void prepare(int threads) {
     makecontext(&fiber.first, life, 0);
   }
 }
-// All 32 lanes ask the same question; the answer is the butterfly's, as on a warp.
+// All 32 lanes ask the same question; the answer is the butterfly's, as on a warp. Only a lane may be each one's own.
 static bool answer(int base) {
   const Request asked = requests[base];
   float v[32], n[32];
   for (int l = 0; l < 32; l++) {
-    if (requests[base + l].kind != asked.kind || requests[base + l].argument != asked.argument) return false;
+    if (requests[base + l].kind != asked.kind) return false;
+    if (asked.kind != LANE && requests[base + l].argument != asked.argument) return false;
     v[l] = requests[base + l].value;
   }
-  if (asked.kind == SHUFFLE) { for (int l = 0; l < 32; l++) n[l] = v[l ^ asked.argument]; memcpy(v, n, sizeof v); }
+  if (asked.kind == LANE) {
+    for (int l = 0; l < 32; l++) n[l] = v[requests[base + l].argument & 31u];
+    memcpy(v, n, sizeof v);
+  } else if (asked.kind == SHUFFLE) { for (int l = 0; l < 32; l++) n[l] = v[l ^ asked.argument]; memcpy(v, n, sizeof v); }
   else for (int m = 16; m; m >>= 1) {
     for (int l = 0; l < 32; l++) n[l] = asked.kind == SUM ? v[l] + v[l ^ m] : fmaxf(v[l], v[l ^ m]);
     memcpy(v, n, sizeof v);
@@ -165,7 +169,19 @@ static int run_group(bool backwards) {
     for (int i = 0; i < count; i++) fibers[i].state = READY;
   }
 }
-static int run_grid(uint x, uint y, uint z, int threads, bool backwards) {
+// An operand that is written in place: every group starts from it as it was before the launch, as if all ran at
+// once, and what they write is gathered. Groups may write the same place if they write the same bits.
+struct Place { uchar* bytes; uchar* before; uchar* after; size_t size; };
+static bool gather(const Place& place) {
+  if (!memcmp(place.bytes, place.before, place.size)) return true;
+  for (size_t i = 0; i < place.size; i++) if (place.bytes[i] != place.before[i]) {
+    if (place.after[i] != place.before[i] && place.after[i] != place.bytes[i]) return false;
+    place.after[i] = place.bytes[i];
+  }
+  memcpy(place.bytes, place.before, place.size);
+  return true;
+}
+static int run_grid(uint x, uint y, uint z, int threads, bool backwards, const Place& place) {
   prepare(threads);
   const uint total = x * y * z;
   for (uint i = 0; i < total; i++) {
@@ -173,7 +189,9 @@ static int run_grid(uint x, uint y, uint z, int threads, bool backwards) {
     group = {g % x, g / x % y, g / x / y};
     const int code = run_group(backwards);
     if (code) return code;
+    if (!gather(place)) return 4;
   }
+  memcpy(place.bytes, place.after, place.size);
   return 0;
 }
 }  // namespace standin
@@ -186,10 +204,12 @@ static int run_grid(uint x, uint y, uint z, int threads, bool backwards) {
 // ---- namespace metal
 namespace metal {
 enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
+static inline mem_flags operator|(mem_flags a, mem_flags b) { return (mem_flags)((int)a | (int)b); }
 static inline void threadgroup_barrier(mem_flags) { standin::give_way(standin::AT_BARRIER); }
 static inline float simd_sum(float v) { return standin::exchange(standin::SUM, 0, v); }
 static inline float simd_max(float v) { return standin::exchange(standin::MAXIMUM, 0, v); }
 static inline float simd_shuffle_xor(float v, ushort m) { return standin::exchange(standin::SHUFFLE, m, v); }
+static inline uint simd_shuffle(uint v, ushort l) { return as_type<uint>(standin::exchange(standin::LANE, l, as_type<float>(v))); }
 static inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 static inline float max(float a, float b) { return fmaxf(a, b); }
 namespace precise {

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from kernels import standin
-from kernels.oracle import TYPES, History, attention, close, draw, paths, random_tree, same, wide
+from kernels.oracle import TYPES, History, attention, bits, close, draw, paths, random_tree, same, wide
 
 from worker.kernels import attention as first
 from worker.kernels import attention_combine as second
-from worker.kernels import rows
+from worker.kernels import rope_write, rows
+from worker.kernels.rope_write import Heads
 
 EDGES = (0, 1, 31, 32, 33, 63, 64, 65, 255, 256, 257, 1023, 1024)
 LONG = (2040, 2047, 2048, 4090, 5000)
@@ -26,12 +28,35 @@ class Shape:
     dim: int
     dtype: str
 
+    @property
+    def plain(self) -> Heads:
+        return Heads(heads=self.heads, kv_heads=self.kv_heads, dim=self.dim, rotated=0)
 
-def run(q: mx.array, pool: mx.array, meta: mx.array, tree: mx.array | None = None) -> mx.array:
-    scale = 1 / math.sqrt(q.shape[-1])
-    pieces, _ = standin.run(first.launch(q, pool, meta, scale, tree))
+
+def packed(q: mx.array, known: History, new: Sequence[int]) -> mx.array:
+    """The projection whose queries are *q* and whose keys and values are those of the positions *new*."""
+    rows = known.rows[:, :, mx.array(list(new))].transpose(2, 0, 1, 3)
+    return mx.concatenate([q, rows.reshape(len(q), -1, known.dim)], axis=1).reshape(len(q), -1)
+
+
+def run(q: mx.array, known: History, length: int, new: Sequence[int], tree: mx.array | None = None) -> mx.array:
+    """Both passes: *length* positions are in the pool, those in *new* are written on the way."""
+    pool, meta = known.pool(length, [])
+    heads = Heads(heads=q.shape[1], kv_heads=known.kv_heads, dim=known.dim, rotated=0)
+    table = rope_write.constants(heads, None, None, None)
+    launch = first.launch(packed(q, known, new), table, pool, meta, heads, tree)
+    pieces, written = standin.run(launch, written="pool")
+    assert written is not None
+    written_rows_are_there(pool, written, known, length, new, meta)
     out, _ = standin.run(second.launch(pieces, meta, q.shape, q.dtype, tree))
     return out
+
+
+def written_rows_are_there(pool, written, known, length, new, meta) -> None:
+    at = np.array(rows.slots(meta, mx.arange(length, length + len(new), dtype=mx.int32)))
+    assert (bits(written)[:, :, at] == bits(known.rows)[:, :, list(new)]).all(), "the new rows are in the pool"
+    others = np.setdiff1d(np.arange(pool.shape[2]), at)
+    assert (bits(written)[:, :, others] == bits(pool)[:, :, others]).all(), "other slots stay"
 
 
 def check(shape: Shape, length: int, parents: list[int] | None, count: int, seed: int) -> None:
@@ -41,7 +66,7 @@ def check(shape: Shape, length: int, parents: list[int] | None, count: int, seed
     q = draw(random, (count, shape.heads, shape.dim), TYPES[shape.dtype])
     tree = None if parents is None else rows.tree_array(parents)
     # The rows of a tree have keys of their own, also where two share a position.
-    pool, meta = known.pool(length, range(length, length + count))
+    new = range(length, length + count)
     seen = paths(list(range(-1, count - 1)) if parents is None else parents)
     keys, values = (wide(part) for part in known.rows)
     want = np.stack([
@@ -51,8 +76,12 @@ def check(shape: Shape, length: int, parents: list[int] | None, count: int, seed
         for row in range(count)
         for at in [[*range(length), *(length + one for one in seen[row])]]
     ])  # fmt: skip
-    close(run(q, pool, meta, tree), want)
-    close(first.attention(q, pool, meta, 1 / math.sqrt(shape.dim), tree, use_kernel=False), want)
+    close(run(q, known, length, new, tree), want)
+    pool, meta = known.pool(length, [])
+    table = rope_write.constants(shape.plain, None, None, None)
+    plain, written = first.attend(packed(q, known, new), table, pool, meta, shape.plain, tree, use_kernel=False)
+    close(plain, want)
+    written_rows_are_there(pool, written, known, length, new, meta)
 
 
 CASES = [
@@ -91,10 +120,53 @@ def test_trees_agree_with_float64(length: int) -> None:
 def test_the_pieces_can_be_joined_by_plain_operations() -> None:
     random = np.random.default_rng(3)
     known = History(random, 400, 1, 64, mx.float32)
-    pool, meta = known.pool(300, range(300, 304))
+    pool, meta = known.pool(300, [])
     q = draw(random, (4, 2, 64), mx.float32)
-    pieces, _ = standin.run(first.launch(q, pool, meta, 0.125))
-    close(second.attention_combine(pieces, meta, q.shape, q.dtype, use_kernel=False), wide(run(q, pool, meta)))
+    heads = Heads(heads=2, kv_heads=1, dim=64, rotated=0)
+    table = rope_write.constants(heads, None, None, None)
+    qkv = packed(q, known, range(300, 304))
+    pieces, _ = standin.run(first.launch(qkv, table, pool, meta, heads), written="pool")
+    close(
+        second.attention_combine(pieces, meta, q.shape, q.dtype, use_kernel=False),
+        wide(run(q, known, 300, range(300, 304))),
+    )
+
+
+TURNED = [
+    (Heads(heads=4, kv_heads=2, dim=128, rotated=128, norm_eps=1e-6), "bfloat16", 62, 5, None),
+    (Heads(heads=6, kv_heads=2, dim=64, rotated=64), "float32", 30, 7, [-1, 0, 0, 1, 2, 4, 3]),
+    (Heads(heads=2, kv_heads=2, dim=80, rotated=32, traditional=True, scale=0.2), "float16", 32, 1, None),
+    (Heads(heads=2, kv_heads=1, dim=96, rotated=96, input_scale=1.19), "bfloat16", 255, 16, None),
+    (Heads(heads=3, kv_heads=1, dim=256, rotated=128, norm_eps=1e-6), "float32", 60, 12, [-1, 0, 1, 2, 3, 4, 5, 5, 7, 0, 9, 9]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("heads", "dtype", "length", "count", "parents"), TURNED)
+def test_rows_are_turned_and_written_as_rope_write_does_bit_for_bit(heads, dtype, length, count, parents) -> None:
+    random = np.random.default_rng(count)
+    known = History(random, length, heads.kv_heads, heads.dim, TYPES[dtype])
+    table = rope_write.constants(
+        heads,
+        mx.array(1e3 ** -(np.arange(heads.rotated // 2) / heads.rotated * 2)),
+        *draw(random, (2, heads.dim), TYPES[dtype]),
+    )
+    qkv = draw(random, (count, (heads.heads + 2 * heads.kv_heads) * heads.dim), TYPES[dtype])
+    pool, meta = known.pool(length, [])
+    tree = None if parents is None else rows.tree_array(parents)
+    q, want = standin.run(rope_write.launch(qkv, table, pool, meta, heads, tree), written="pool")
+    pieces, got = standin.run(first.launch(qkv, table, pool, meta, heads, tree), written="pool")
+    assert got is not None
+    assert want is not None
+    same(got, want)
+
+    shape = (count, heads.heads, heads.dim)
+    out, _ = standin.run(second.launch(pieces, meta, shape, qkv.dtype, tree))
+    slots = rows.slots(meta, mx.arange(length, length + count, dtype=mx.int32))
+    rest = want[:, :, slots].transpose(2, 0, 1, 3).reshape(count, -1, heads.dim)
+    turned = mx.concatenate([q, rest], axis=1).reshape(count, -1)
+    still = replace(heads, rotated=0, norm_eps=None, input_scale=1.0)
+    pieces, _ = standin.run(first.launch(turned, table, pool, meta, still, tree), written="pool")
+    same(standin.run(second.launch(pieces, meta, shape, qkv.dtype, tree))[0], out)
 
 
 def test_bits_do_not_depend_on_rows_start_or_tree() -> None:
@@ -110,12 +182,10 @@ def invariance(shape: Shape, end: int, counts: tuple[int, ...], trees: int, seed
     q = draw(random, (end, shape.heads, shape.dim), TYPES[shape.dtype])
     alone = {}
     for position in range(end - 16, end):
-        pool, meta = known.pool(position, [position])
-        alone[position] = run(q[position : position + 1], pool, meta)[0]
+        alone[position] = run(q[position : position + 1], known, position, [position])[0]
     for count in counts:
         for start in range(end - 16, end - count + 1, count):
-            pool, meta = known.pool(start, range(start, start + count))
-            out = run(q[start : start + count], pool, meta)
+            out = run(q[start : start + count], known, start, range(start, start + count))
             for row in range(count):
                 same(out[row], alone[start + row])
     for _ in range(trees):
@@ -137,9 +207,8 @@ def inside_tree(random, known, strangers, q, alone, start) -> None:
     both = History(random, known.positions + 16, known.kv_heads, known.dim, known.dtype)
     both.rows = mx.concatenate([known.rows, strangers.rows], axis=2)
     new = [on_path.get(row, known.positions + row) for row in range(count)]
-    pool, meta = both.pool(start, new)
     queries = mx.concatenate([q, draw(random, (16, *q.shape[1:]), q.dtype)])[mx.array(new)]
-    out = run(queries, pool, meta, rows.tree_array(parents))
+    out = run(queries, both, start, new, rows.tree_array(parents))
     for row, position in on_path.items():
         same(out[row], alone[position])
 

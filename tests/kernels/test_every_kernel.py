@@ -15,7 +15,17 @@ from kernels import standin
 from kernels.oracle import draw
 
 import worker.kernels
-from worker.kernels import add_norm, attention, attention_combine, matvec, rope_write, rows, swiglu
+from worker.kernels import (
+    add_norm,
+    attention,
+    attention_combine,
+    matvec,
+    move_rows,
+    read_pages,
+    rope_write,
+    rows,
+    swiglu,
+)
 from worker.kernels.dialect import Launch
 from worker.kernels.rope_write import Heads
 
@@ -24,7 +34,8 @@ KERNELS = [name for name in MODULES if hasattr(import_module(f"worker.kernels.{n
 HEADS = Heads(heads=4, kv_heads=1, dim=128, rotated=128, norm_eps=1e-6)
 META = mx.array([3, 1, 0, 0, 0, 0, 0, 0], dtype=mx.int32)
 LIMIT = 32 * 1024
-SIZES = {"float4": 16, "float": 4, "int": 4}
+SIZES = {"QUAD": 16, "float": 4, "int": 4}
+IN_PLACE = {"rope_write", "attention", "move_rows"}
 
 
 def random() -> np.random.Generator:
@@ -41,7 +52,9 @@ def turn(tree: mx.array | None) -> Launch:
 
 
 def attend(dim: int, count: int, tree: mx.array | None) -> Launch:
-    return attention.launch(some(count, 4, dim), some(2, 1, 64, dim), META, 0.1, tree)
+    heads = Heads(heads=4, kv_heads=1, dim=dim, rotated=dim, norm_eps=1e-6)
+    table = rope_write.constants(heads, mx.ones((dim // 2,)), some(dim), some(dim))
+    return attention.launch(some(count, 6 * dim), table, some(2, 1, 64, dim), META, heads, tree)
 
 
 def join(tree: mx.array | None) -> Launch:
@@ -68,6 +81,8 @@ EXAMPLES: dict[str, list[Callable[[], Launch]]] = {
         lambda: attend(80, 8, None),
     ],
     "attention_combine": [lambda: join(None), lambda: join(TREE)],
+    "read_pages": [lambda: read_pages.launch(some(2, 1, 64, 128), META, 20, some(1))],
+    "move_rows": [lambda: move_rows.launch(some(2, 1, 64, 128), mx.array([[1, 2], [3, 4]], dtype=mx.int32))],
     "matvec": [lambda: matvec.launch(some(16, 64), some(64, 64)), lambda: affine(4), lambda: affine(8)],
 }
 
@@ -81,7 +96,7 @@ def test_every_kernel_has_a_run() -> None:
 def test_the_text_compiles_runs_and_keeps_the_rules(name: str) -> None:
     for example in EXAMPLES[name]:
         launch = example()
-        standin.run(launch, written="pool" if name == "rope_write" else None)
+        standin.run(launch, written="pool" if name in IN_PLACE else None)
         text = standin.metal_text(launch)
         bare = subprocess.run(
             ["c++", "-E", "-P", "-x", "c++", "-"], input=text.source, capture_output=True, text=True, check=True
@@ -117,4 +132,6 @@ def test_a_kernel_is_known_by_its_text_as_mlx_finds_it_by_name() -> None:
 
 def test_a_short_meta_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 8 numbers"):
-        attention.launch(some(1, 4, 64), some(2, 1, 64, 64), mx.array([3, 1], dtype=mx.int32), 0.1)
+        rope_write.launch(
+            some(1, 768), mx.ones((320,)), some(2, 1, 64, 128), mx.array([3, 1], dtype=mx.int32), HEADS
+        )

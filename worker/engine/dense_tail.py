@@ -1,19 +1,19 @@
 """The packed lane in the tail form: official operations only, nothing is written in place while it may be read.
 
-The pool holds the rows below `folded`; the rows from there on lie in a small tail per layer, which slice_update may
-copy whenever it likes. Attention reads both parts where they lie: scores of each, one softmax, two products.
+The pool holds the rows below `folded`; the rows from there on lie in a small tail per layer, which slice_update
+may copy whenever it likes. Attention reads both, joined: one copy of the context a step, as mlx-lm's own loop makes
+it when it updates its cache ahead of the device, and MLX's fused attention over it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Ids
 from typing import Final
 
 import mlx.core as mx
 from mlx_lm.models.activations import swiglu
 
-from worker.engine.forward import MAX_ROWS, positions_within
+from worker.engine.forward import positions_within
 from worker.engine.packed import Layer, Packed
 from worker.kv.pages import Sequence
 from worker.kv.pool import Pool
@@ -73,10 +73,13 @@ class DenseTail:
             at = start - self._folded
             tail = self._tails[number]
             tail[:, :, at : at + count] = new
-            out = self._attend(q, self._pool.read(number, sequence.table, self._folded), tail[:, :, : at + count])
-            x = _after(x, out, layer, self._packed.eps)
+            held = self._pool.read(number, sequence.table, self._folded)
+            x = self._block(x, q, mx.concatenate([held, tail[:, :, : at + count]], axis=2), layer)
         sequence.append(count, prompt=False)
         return self._logits(x)
+
+    def trace(self) -> None:
+        """As in `Forward`: nothing here is compiled ahead."""
 
     def settle(self) -> None:
         """As in `Forward`."""
@@ -101,11 +104,11 @@ class DenseTail:
         self._folded = sequence.length
 
     def _chunk(self, ids: Ids[int], start: int, last: bool) -> tuple[list[mx.array], mx.array | None]:
-        """The rows of a part of the prompt, per layer T [2, Hkv, n, D], and the last id's logits if it is the last.
+        """The rows of a part of the prompt, per layer T [2, Hkv, n, D]; if it is the last, its last id's logits.
 
-        A function of its own: what it leaves uncomputed still reads the pool, and must be gone when that is written.
+        A function of its own: what it leaves uncomputed reads the pool, and must be gone when that is written.
         """
-        table, scale, eps = self._started().table, self._packed.scale, self._packed.eps
+        table = self._started().table
         # The last chunk is padded where rows depend on how many there are.
         count = -(-len(ids) // self.prefill_rows) * self.prefill_rows
         x = self._packed.embed(mx.array([*ids, *[0] * (count - len(ids))]))
@@ -113,9 +116,7 @@ class DenseTail:
         for number, layer in enumerate(self._packed.layers):
             q, new = self._project(x, layer, start)
             kv = new if not start else mx.concatenate([self._pool.read(number, table, start), new], axis=2)
-            mask = "causal" if count > 1 else None
-            heads = mx.fast.scaled_dot_product_attention(q[None], kv[:1], kv[1:], scale=scale, mask=mask)
-            x = _after(x, heads[0].swapaxes(0, 1).reshape(count, -1), layer, eps)
+            x = self._block(x, q, kv, layer)
             written.append(mx.contiguous(new[:, :, : len(ids)]))
         return written, self._logits(x[len(ids) - 1 : len(ids)]) if last else None
 
@@ -133,26 +134,14 @@ class DenseTail:
             q, k = layer.rope(q[None], offset=start)[0], layer.rope(k[None], offset=start)[0]
         return q, mx.stack([k, v.swapaxes(0, 1)])
 
-    def _attend(self, q: mx.array, pool: mx.array, tail: mx.array) -> mx.array:
-        """Attention of q T [H, R, D] over both parts T [2, Hkv, n, D], T [R, H D]."""
-        heads, count, dim = q.shape
-        held, new = pool.shape[2], tail.shape[2]
-        grouped = (q * self._packed.scale).reshape(tail.shape[1], -1, dim)
-        scores = mx.concatenate([grouped @ part[0].swapaxes(-1, -2) for part in (pool, tail)], axis=-1)
-        if count > 1:
-            scores = scores.reshape(heads, count, -1)
-            behind = mx.arange(held + new)[None] - (held + new - count) > mx.arange(count)[:, None]
-            scores = mx.where(behind, -math.inf, scores).reshape(*grouped.shape[:2], -1)
-        weights = mx.softmax(scores, axis=-1, precise=True)
-        out = weights[..., :held] @ pool[1] + weights[..., held:] @ tail[1]
-        return out.reshape(heads, count, dim).swapaxes(0, 1).reshape(count, -1)
+    def _block(self, x: mx.array, q: mx.array, kv: mx.array, layer: Layer) -> mx.array:
+        """The block's output T [R, K] for its input x, queries T [H, R, D], and all rows T [2, Hkv, n, D]."""
+        count, eps = x.shape[0], self._packed.eps
+        mask = "causal" if count > 1 else None
+        heads = mx.fast.scaled_dot_product_attention(q[None], kv[:1], kv[1:], scale=self._packed.scale, mask=mask)
+        x = x + layer.out(heads[0].swapaxes(0, 1).reshape(count, -1))
+        gate, up = mx.split(layer.gate_up(mx.fast.rms_norm(x, layer.post_norm, eps)), 2, axis=-1)
+        return x + layer.down(swiglu(gate, up))
 
     def _logits(self, x: mx.array) -> mx.array:
         return self._packed.head(mx.fast.rms_norm(x, self._packed.norm, self._packed.eps))
-
-
-def _after(x: mx.array, heads: mx.array, layer: Layer, eps: float) -> mx.array:
-    """The block's second half: x T [R, K], and the heads' outputs T [R, H D]."""
-    x = x + layer.out(heads)
-    gate, up = mx.split(layer.gate_up(mx.fast.rms_norm(x, layer.post_norm, eps)), 2, axis=-1)
-    return x + layer.down(swiglu(gate, up))

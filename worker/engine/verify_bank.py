@@ -68,7 +68,8 @@ class VerifyBank:
         """One forward, lazily.
 
         Args:
-            tokens: uint32 [R], R of `SIZES`. meta: int32 [1 + pages] as in `kernels.rows`.
+            tokens: uint32 [R], R of `SIZES`.
+            meta: int32 [1 + pages] as in `kernels.rows`.
             pools: per layer T [2, Hkv, slots, D].
 
         Returns:
@@ -88,7 +89,7 @@ class VerifyBank:
         for layer, pool in zip(packed.layers, pools, strict=True):
             qkv = self._normed(x, layer.input_norm, layer.qkv)
             assert layer.table is not None, "a model whose rope is no table of constants has no bank"
-            heads, after = attend(qkv, layer.table, pool, meta, layer.heads, packed.scale, use_kernel=kernels)
+            heads, after = attend(qkv, layer.table, pool, meta, layer.heads, use_kernel=kernels)
             written.append(after)
             x = self._added(heads.reshape(tokens.size, -1), layer.out, x)
             x = self._mlp(x, layer)

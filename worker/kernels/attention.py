@@ -1,9 +1,14 @@
-"""Attention of the rows of one forward over the paged pool, first pass: each piece of the keys by itself.
+"""Attention of the rows of one forward over the paged pool, new rows written on the way: two launches a layer.
 
-Contract: q T [R, H, D], turned already; pool T [2, Hkv, slots, D]; meta and tree as in `rows`; scale a float.
-Out: float32, for each piece s of 32, row r and head h the sum of exp2 weights times values, [32, R H, D], and
-after all of these the pieces' (maximum, sum of weights), [32, R H, 2]; pieces that a row does not have stay
-unwritten. `attention_combine` joins them. D is a multiple of 16 up to 256, H a multiple of Hkv, R in 1..16.
+Contract: qkv, the constants, pool, meta, tree and heads as in `rope_write`. The first launch turns q, writes the
+new rows of K and V into the pool in place, and makes, for each piece s of 32, row r and head h, the sum of exp2
+weights times values, float32 [32, R H, D], and after all of these the pieces' (maximum, sum of weights), [32, R H,
+2]; pieces that a row does not have stay unwritten. `attention_combine` joins them to T [R, H, D]. What is written
+are the bits of `rope_write`; whoever reads the new rows takes the output as an operand to come after the write. D
+is a multiple of 16 up to 256, H a multiple of Hkv, R in 1..16.
+
+A threadgroup reads new rows only where it wrote them itself: it writes those on the paths of its rows whose
+positions lie in its piece. Several threadgroups may write one row; they write the same bits.
 
 Row invariance: a row's keys are visited in tiles of 32 at their absolute positions, each key at the lane of its
 position, also where a tree stores it elsewhere; pieces are cut by the row's own position. Which rows and heads
@@ -18,13 +23,99 @@ from typing import Final
 
 import mlx.core as mx
 
-from worker.kernels import attention_combine, rows
+from worker.kernels import attention_combine, rope_write, rows
 from worker.kernels.dialect import MAX_ROWS, PAGE, Kernel, Launch, chosen, number
+from worker.kernels.rope_write import Heads
+
+# Which tiles of keys a threadgroup visits for TILE (row, head) pairs, `first` and on, and which rows it writes.
+PIECE: Final = r"""
+const int G = H / HKV, pairs = R * G, length = meta[0];
+int t0 = 1 << 30, t1 = 0;
+unsigned paths = 0u, needed = 0u;
+for (int w = first / G; w <= (first + TILE - 1) / G && w < R; w++) {
+  const int position = length + DEPTH(w);
+  CUT
+  if (piece * cut > position) continue;
+  const int lo = piece * cut / 32, hi = position / 32 + 1 < lo + cut / 32 ? position / 32 + 1 : lo + cut / 32;
+  t0 = lo < t0 ? lo : t0;
+  t1 = hi > t1 ? hi : t1;
+  paths |= MASK(w);
+}
+if (t0 >= t1) return;
+for (int w = 0; w < R; w++) {
+  const int t = (length + DEPTH(w)) / 32;
+  if ((paths >> w & 1u) && t >= t0 && t < t1) needed |= 1u << w;
+}
+"""
+
+# For each pair of the tile what it sees of the piece, and where in a tree its path goes on.
+_SEEN: Final = r"""
+for (int x = tid; x < TILE; x += THREADS) {
+  const int w = (first + x) / G;
+  best[x] = -1e30f; total[x] = 0.0f; last[x] = -1; begin[x] = 0; end[x] = 0;
+  if (first + x >= pairs) continue;
+  const int position = length + DEPTH(w);
+  CUT
+  if (piece * cut > position) continue;
+  last[x] = position;
+  begin[x] = piece * cut / 32;
+  end[x] = position / 32 + 1 < begin[x] + cut / 32 ? position / 32 + 1 : begin[x] + cut / 32;
+}
+"""
+
+PATHS: Final = r"""
+if (TREE) for (int i = tid; i < R * 16; i += THREADS) {
+  path[i] = 0;
+  for (int j = 0; j < R; j++) if ((MASK(i / 16) >> j & 1u) && DEPTH(j) == i % 16) path[i] = j;
+}
+"""
+
+# An item is a q head of the tile, kept by KEEP(pair, element, value), or K or V of a needed row, which goes to the
+# pool. A simdgroup turns one item while the next one is on its way.
+PROLOGUE: Final = (
+    rope_write.PLACES
+    + "int next = sg;\nwhile (next < ITEMS && !WANTED(next)) next += THREADS / 32;\n"
+    + "if (next < ITEMS) { const int row = ROW_OF(next), head = HEAD_OF(next);"
+    + rope_write.LOAD
+    + "}\nwhile (next < ITEMS) {\nconst int now = next, row = ROW_OF(now), head = HEAD_OF(now);\n"
+    + rope_write.TAKE
+    + "do next += THREADS / 32; while (next < ITEMS && !WANTED(next));\n"
+    + "if (next < ITEMS) { const int row = ROW_OF(next), head = HEAD_OF(next);"
+    + rope_write.LOAD
+    + "}\n"
+    + rope_write.TURN
+    + r"""
+  if (is_q) {
+    UNROLL for (int i = 0; i < each; i++) if (lane + 32 * i < D / 2) {
+      KEEP(now, at_a[i], (T)a[i]);
+      KEEP(now, at_b[i], (T)b[i]);
+    }
+  } else {
+"""
+    + rope_write.STORED
+    + r"""
+    UNROLL for (int i = 0; i < each; i++) if (lane + 32 * i < D / 2) {
+      stored[at_a[i]] = (T)a[i];
+      stored[at_b[i]] = (T)b[i];
+    }
+  }
+}
+DEVICE_BARRIER();
+"""
+)
+
+ITEMS: Final = (
+    ("ITEMS", "(TILE + 2 * R)"),
+    ("WANTED(n)", "((n) < TILE ? first + (n) < pairs : (needed >> ((n) - TILE) / 2 & 1u) != 0u)"),
+    ("ROW_OF(n)", "((n) < TILE ? (first + (n)) / G : ((n) - TILE) / 2)"),
+    ("HEAD_OF(n)", "((n) < TILE ? kv * G + (first + (n)) % G : H + ((n) - TILE) % 2 * HKV + kv)"),
+)
 
 # A threadgroup takes one piece of one key head for TILE (row, head) pairs. 8 threads share a key's score; each
 # thread sums 4 columns of the values over its share of the tile's keys.
-BODY: Final = r"""
-SHARED(float4, q4, TILE * D / 4);
+BODY: Final = (
+    r"""
+SHARED(QUAD, q4, TILE * D / 4);
 SHARED(float, weight, 2 * TILE * 32);
 SHARED(float, best, TILE);
 SHARED(float, total, TILE);
@@ -33,47 +124,19 @@ SHARED(int, last, TILE);
 SHARED(int, begin, TILE);
 SHARED(int, end, TILE);
 SHARED(int, path, 256);
-const int G = H / HKV, pairs = R * G, first = bz * TILE, length = meta[0];
-int t0 = 1 << 30, t1 = 0;
-for (int w = first / G; w <= (first + TILE - 1) / G && w < R; w++) {
-  const int position = length + DEPTH(w);
-  CUT
-  if (bx * cut > position) continue;
-  const int lo = bx * cut / 32, hi = position / 32 + 1 < lo + cut / 32 ? position / 32 + 1 : lo + cut / 32;
-  t0 = lo < t0 ? lo : t0;
-  t1 = hi > t1 ? hi : t1;
-}
-if (t0 >= t1) return;
-for (int x = tid; x < TILE; x += 128) {
-  const int w = (first + x) / G;
-  best[x] = -1e30f; total[x] = 0.0f; last[x] = -1; begin[x] = 0; end[x] = 0;
-  if (first + x >= pairs) continue;
-  const int position = length + DEPTH(w);
-  CUT
-  if (bx * cut > position) continue;
-  last[x] = position;
-  begin[x] = bx * cut / 32;
-  end[x] = position / 32 + 1 < begin[x] + cut / 32 ? position / 32 + 1 : begin[x] + cut / 32;
-}
-for (int i = tid; i < TILE * D / 4; i += 128) {
-  const int x = first + i / (D / 4);
-  float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  if (x < pairs) load4(q + ((long)(x / G) * H + by * G + x % G) * D + i % (D / 4) * 4, v);
-  float4 o;
-  o.x = v[0] * SCALE; o.y = v[1] * SCALE; o.z = v[2] * SCALE; o.w = v[3] * SCALE;
-  q4[i] = o;
-}
-if (TREE) for (int i = tid; i < R * 16; i += 128) {
-  path[i] = 0;
-  for (int j = 0; j < R; j++) if ((MASK(i / 16) >> j & 1u) && DEPTH(j) == i % 16) path[i] = j;
-}
-BARRIER();
+const int piece = bx, kv = by, first = bz * TILE;
+"""
+    + PIECE
+    + _SEEN
+    + PATHS
+    + PROLOGUE
+    + r"""
 const int CHUNKS = (D + 31) / 32, ACROSS = D / 4;
 const int GROUPS = ACROSS <= 16 ? 8 : ACROSS <= 32 ? 4 : 2, KEYS = 32 / GROUPS;
 const int part = lane & 7, key = sg * 4 + (lane >> 3), column = tid % ACROSS * 4, share = tid / ACROSS;
 const bool sums = share < GROUPS;
-GLOBAL(T) keys = pool + (long)by * pool_shape[2] * D;
-GLOBAL(T) values = pool + (long)(HKV + by) * pool_shape[2] * D;
+GLOBAL(T) keys = (OUT(T))pool + (long)kv * pool_shape[2] * D;
+GLOBAL(T) values = (OUT(T))pool + (long)(HKV + kv) * pool_shape[2] * D;
 float acc[TILE * 4];
 UNROLL for (int i = 0; i < TILE * 4; i++) acc[i] = 0.0f;
 for (int t = t0; t < t1; t++) {
@@ -100,7 +163,7 @@ for (int t = t0; t < t1; t++) {
     }
     float s0 = 0.0f, s1 = 0.0f;
     UNROLL for (int c = 0; c < CHUNKS; c++) if (c * 32 + part * 4 < D) {
-      const float4 a = q4[x * (D / 4) + c * 8 + part];
+      const float4 a = q4[x * (D / 4) + c * 8 + part].f;
       s0 = FMA(a.x, k0[c * 4], s0); s0 = FMA(a.y, k0[c * 4 + 1], s0);
       s0 = FMA(a.z, k0[c * 4 + 2], s0); s0 = FMA(a.w, k0[c * 4 + 3], s0);
       s1 = FMA(a.x, k1[c * 4], s1); s1 = FMA(a.y, k1[c * 4 + 1], s1);
@@ -148,51 +211,57 @@ for (int g = 0; g < GROUPS; g++) {
     float4 o;
     o.x = acc[x * 4]; o.y = acc[x * 4 + 1]; o.z = acc[x * 4 + 2]; o.w = acc[x * 4 + 3];
     if (g > 0) {
-      const float4 b = q4[x * (D / 4) + column / 4];
+      const float4 b = q4[x * (D / 4) + column / 4].f;
       o.x += b.x; o.y += b.y; o.z += b.z; o.w += b.w;
     }
-    q4[x * (D / 4) + column / 4] = o;
+    q4[x * (D / 4) + column / 4].f = o;
   }
 }
 BARRIER();
 OUT(float4) sums_out = (OUT(float4))pieces;
 OUT(float) marks = pieces + (long)SPLITS * R * H * D;
-for (int i = tid; i < TILE * D / 4; i += 128) {
+for (int i = tid; i < TILE * D / 4; i += THREADS) {
   const int x = i / (D / 4);
-  if (last[x] >= 0)
-    sums_out[((long)(bx * R + (first + x) / G) * H + by * G + (first + x) % G) * (D / 4) + i % (D / 4)] = q4[i];
+  if (last[x] >= 0) sums_out[(long)RECORD(x) * (D / 4) + i % (D / 4)] = q4[i].f;
 }
-for (int x = tid; x < TILE; x += 128) if (last[x] >= 0) {
-  const long at = ((long)(bx * R + (first + x) / G) * H + by * G + (first + x) % G) * 2;
-  marks[at] = best[x];
-  marks[at + 1] = total[x];
+for (int x = tid; x < TILE; x += THREADS) if (last[x] >= 0) {
+  marks[RECORD(x) * 2] = best[x];
+  marks[RECORD(x) * 2 + 1] = total[x];
 }
 """
+)
 
 
-def launch(q: mx.array, pool: mx.array, meta: mx.array, scale: float, tree: mx.array | None = None) -> Launch:
-    """The first pass on the operands of the contract."""
-    rows.check_meta(meta)
-    count, heads, dim = q.shape
-    kv_heads = pool.shape[1]
-    pairs = count * heads // kv_heads
-    tile = min(pairs, 32 if dim <= 128 else 16)
-    words = (
-        *rows.WORDS,
-        *(rows.CHAIN if tree is None else rows.TREE),
-        ("CUT", rows.CUT.strip().replace("\n", " ")),
+def words(heads: Heads, tree: mx.array | None) -> tuple[tuple[str, str], ...]:
+    """The defines of a first pass. SCALE: of scores, for exp2; RECORD: where a pair's piece lies."""
+    scale = heads.dim**-0.5 if heads.scale is None else heads.scale
+    return (
+        *rows.words(tree),
+        *rope_write.turning(heads),
+        *ITEMS,
         ("SCALE", number(scale * math.log2(math.e))),
+        ("RECORD(x)", "((piece * R + (first + (x)) / G) * H + kv * G + (first + (x)) % G)"),
     )
-    operands = {"q": q, "pool": pool, "meta": meta} | ({} if tree is None else {"tree": tree})
-    kernel = Kernel("attention", tuple(operands), "pieces", BODY, words)
-    template = (("T", q.dtype), ("D", dim), ("H", heads), ("HKV", kv_heads), ("R", count), ("TILE", tile))
-    groups = (rows.SPLITS, kv_heads, -(-pairs // tile))
-    shape = (rows.SPLITS * count * heads * (dim + 2),)
+
+
+def launch(  # noqa: PLR0917 - the operands of the contract, in its order
+    qkv: mx.array, table: mx.array, pool: mx.array, meta: mx.array, heads: Heads, tree: mx.array | None = None
+) -> Launch:
+    """The first pass on the operands of the contract; *table* holds the constants."""
+    rows.check_meta(meta)
+    count, pairs = qkv.shape[0], qkv.shape[0] * heads.heads // heads.kv_heads
+    tile = min(pairs, 32 if heads.dim <= 128 else 16)
+    operands = rope_write.operands(qkv, table, pool, meta, tree)
+    keep = ("KEEP(x, e, v)", "q4[(x) * (D / 4) + (e) / 4].s[(e) % 4] = (float)(v) * SCALE")
+    kernel = Kernel("attention", tuple(operands), "pieces", BODY, (*words(heads, tree), keep))
+    template = (("T", qkv.dtype), *rope_write.shape(heads), ("R", count), ("TILE", tile), ("THREADS", 128))
+    groups = (rows.SPLITS, heads.kv_heads, -(-pairs // tile))
+    shape = (rows.SPLITS * count * heads.heads * (heads.dim + 2),)
     return Launch(kernel, tuple(operands.values()), template, groups, 128, shape, mx.float32)
 
 
 def reference(q: mx.array, pool: mx.array, meta: mx.array, scale: float, tree: mx.array | None = None) -> mx.array:
-    """Both passes in plain operations: T [R, H, D]. Reads every page of the block table."""
+    """Attention of turned q T [R, H, D] in plain operations: T [R, H, D]. Reads every page of the block table."""
     count, heads, dim = q.shape
     kv_heads = pool.shape[1]
     indices = mx.arange((meta.size - 1) * PAGE, dtype=mx.int32)
@@ -206,30 +275,31 @@ def reference(q: mx.array, pool: mx.array, meta: mx.array, scale: float, tree: m
     return out.transpose(2, 0, 1, 3).reshape(count, heads, dim).astype(q.dtype)
 
 
-def supported(q: mx.array, pool: mx.array) -> bool:
+def supported(qkv: mx.array, heads: Heads) -> bool:
     """Whether the kernel serves these shapes."""
-    count, heads, dim = q.shape
-    return dim % 16 == 0 and dim <= 256 and heads % int(pool.shape[1]) == 0 and count <= MAX_ROWS
+    return heads.dim % 16 == 0 and heads.dim <= 256 and heads.heads % heads.kv_heads == 0 and len(qkv) <= MAX_ROWS
 
 
-def attention(
-    q: mx.array,
+def attend(  # noqa: PLR0917 - as above
+    qkv: mx.array,
+    table: mx.array,
     pool: mx.array,
     meta: mx.array,
-    scale: float,
+    heads: Heads,
     tree: mx.array | None = None,
     *,
     use_kernel: bool | None = None,
-) -> mx.array:
-    """Attention of q T [R, H, D] over the pool, T [R, H, D]: both passes, or the plain operations."""
+) -> tuple[mx.array, mx.array]:
+    """Attention T [R, H, D] of the packed projection's rows, and the pool with their K and V.
+
+    The kernels write the pool they were given and return it: take the attention as an operand before reading the
+    new rows. The plain operations (`use_kernel=False`) return a new pool.
+    """
     target = chosen(use_kernel)
-    if target is None or not supported(q, pool):
-        return reference(q, pool, meta, scale, tree)
-    pieces = launch(q, pool, meta, scale, tree).run(target)
-    return attention_combine.launch(pieces, meta, q.shape, q.dtype, tree).run(target)
-
-
-def attend(qkv, table, pool, meta, heads, scale, tree=None, *, use_kernel=None):  # stand-in until branch attn has the fused kernel
-    from worker.kernels.rope_write import rope_write
-    q, pool = rope_write(qkv, table, pool, meta, heads, tree, use_kernel=use_kernel)
-    return attention(q, pool, meta, scale, tree, use_kernel=use_kernel), pool
+    if target is None or not supported(qkv, heads):
+        q, pool = rope_write.reference(qkv, table, pool, meta, heads, tree)
+        scale = heads.dim**-0.5 if heads.scale is None else heads.scale
+        return reference(q, pool, meta, scale, tree), pool
+    pieces = launch(qkv, table, pool, meta, heads, tree).run(target)
+    shape = (len(qkv), heads.heads, heads.dim)
+    return attention_combine.launch(pieces, meta, shape, qkv.dtype, tree).run(target), pool

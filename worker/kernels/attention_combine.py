@@ -41,13 +41,8 @@ def launch(
 ) -> Launch:
     """The kernel on the operands of the contract; *shape* is (R, H, D)."""
     count, heads, dim = shape
-    words = (
-        *rows.WORDS,
-        *(rows.CHAIN if tree is None else rows.TREE),
-        ("CUT", rows.CUT.strip().replace("\n", " ")),
-    )
     operands = {"pieces": pieces, "meta": meta} | ({} if tree is None else {"tree": tree})
-    kernel = Kernel("attention_combine", tuple(operands), "out", BODY, words)
+    kernel = Kernel("attention_combine", tuple(operands), "out", BODY, rows.words(tree))
     template = (("T", dtype), ("D", dim), ("H", heads), ("R", count))
     return Launch(kernel, tuple(operands.values()), template, (count * heads, 1, 1), 128, tuple(shape), dtype)
 

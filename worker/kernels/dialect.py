@@ -7,12 +7,18 @@ thread. A simdgroup is a warp: 32 lanes. The words:
   arrays.
 - `SHARED(T, name, n)`: an array of the threadgroup. It is used by name only: no pointer to it is ever taken.
 - `BARRIER()`, `XOR(v, m)`, `SUM32(v)`, `MAX32(v)`: the threadgroup's barrier; exchange, sum, maximum of 32
-  lanes.
+  lanes. `DEVICE_BARRIER()`: after it a threadgroup also reads what it wrote to device memory before.
+- `QUAD`: 16 bytes to keep in a SHARED array, as `f` (float4), `u` (uint4), `s[4]` (float) or `h[8]` (ushort).
 - `FMA(a, b, c)`, `MUL(a, b)`: one rounding each, and never joined with a neighbour by the compiler. Every
   product that is added to something is written with them, so that a row's bits do not depend on how a kernel
   was unrolled.
 - `load2/4/8(p, o)`, `words1/2/4(p, o)`: consecutive elements of any float type, to float32, and of unsigned;
-  each run of them aligned to its size.
+  each run of them aligned to its size. `stream1/2/4(p, o)`: words that no other thread reads.
+- `MMA(T, c, a0, a1, a2, a3, b0, b1)`: c += A B for a simdgroup, T a 16-bit type, two values a word, sums in float32. Lane
+  4 g + t holds rows g (a0, a2) and g + 8 (a1, a3) of A [16, 16], columns 2 t, 2 t + 1 (a0, a1) and 8 more (a2, a3);
+  of B [16, 8] rows 2 t, 2 t + 1 (b0) and 8 more (b1), column g; and of c [16, 8] rows g (c[0], c[1]) and g + 8,
+  columns 2 t, 2 t + 1. All lanes take part. A matrix unit on CUDA; on Metal the same, spelled out and slow.
+- `UNPAIR(T, u, o)`, `PAIR_MUL(T, u, v)`: the two 16-bit values of a word to float32; products, rounded to T.
 - `tid`, `lane`, `sg`, `bx`, `by`, `bz`: thread in the group, lane in the simdgroup, simdgroup, group in the
   grid.
 
@@ -23,7 +29,8 @@ costs the host as much as a second kernel.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Final, cast
@@ -42,6 +49,7 @@ _CUDA_HEADER: Final = r"""
 #define LOCAL(T) T*
 #define SHARED(T, name, n) __shared__ T name[n]
 #define BARRIER() __syncthreads()
+#define DEVICE_BARRIER() __syncthreads()
 #define XOR(v, m) __shfl_xor_sync(0xffffffffu, (v), (m))
 #define AS_FLOAT(u) __uint_as_float(u)
 #define FN static __device__ __forceinline__
@@ -54,6 +62,7 @@ _CUDA_HEADER: Final = r"""
 #define SIN(x) sinf(x)
 #define MAX(a, b) fmaxf((a), (b))
 #define UNROLL _Pragma("unroll")
+typedef unsigned short ushort;
 typedef __nv_bfloat16 bf16;
 typedef __half f16;
 FN float SUM32(float v) { for (int m = 16; m; m >>= 1) v += XOR(v, m); return v; }
@@ -68,6 +77,7 @@ _METAL_HEADER: Final = r"""
 #define LOCAL(T) thread T*
 #define SHARED(T, name, n) threadgroup T name[n]
 #define BARRIER() threadgroup_barrier(mem_flags::mem_threadgroup)
+#define DEVICE_BARRIER() threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device)
 #define XOR(v, m) simd_shuffle_xor((v), (ushort)(m))
 #define AS_FLOAT(u) as_type<float>(u)
 #define FN static inline
@@ -88,7 +98,63 @@ FN void two_f16(unsigned u, LOCAL(float) o) {
   const half2 a = as_type<half2>(u); o[0] = (float)a.x; o[1] = (float)a.y; }
 """
 
+# The words of kernels with a matrix: after the loads.
+_MATRIX: Final = r"""
+#define UNPAIR(T, u, o) unpair((T)0.0f, (u), (o))
+#define PAIR_MUL(T, u, v) pair_mul((T)0.0f, (u), (v))
+FN void unpair(bf16, unsigned u, LOCAL(float) o) { two_bf16(u, o); }
+FN void unpair(f16, unsigned u, LOCAL(float) o) { two_f16(u, o); }
+"""
+
+_CUDA_MATRIX: Final = r"""
+FN unsigned pair_mul(bf16, unsigned u, unsigned v) {
+  const __nv_bfloat162 p = __hmul2_rn(*(const __nv_bfloat162*)&u, *(const __nv_bfloat162*)&v); return *(const unsigned*)&p; }
+FN unsigned pair_mul(f16, unsigned u, unsigned v) {
+  const __half2 p = __hmul2_rn(*(const __half2*)&u, *(const __half2*)&v); return *(const unsigned*)&p; }
+#define MMA(T, c, ...) mma((T)0.0f, (c), __VA_ARGS__)
+#define MMA_OF(T, name) \
+FN void mma(T, float* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) { \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." name "." name ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1)); }
+MMA_OF(bf16, "bf16")
+MMA_OF(f16, "f16")
+#define STREAM "ld.global.nc.L1::no_allocate.L2::128B."
+FN void stream1(const unsigned* p, unsigned* o) { o[0] = p[0]; }
+FN void stream2(const unsigned* p, unsigned* o) {
+  asm volatile(STREAM "v2.u32 {%0,%1}, [%2];" : "=r"(o[0]), "=r"(o[1]) : "l"(p)); }
+FN void stream4(const unsigned* p, unsigned* o) {
+  asm volatile(STREAM "v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(o[0]), "=r"(o[1]), "=r"(o[2]), "=r"(o[3]) : "l"(p)); }
+"""
+
+# What CUDA has instructions for, spelled out.
+_METAL_MATRIX: Final = r"""
+#define stream1 words1
+#define stream2 words2
+#define stream4 words4
+#define LANE_OF(u, l) simd_shuffle((u), (ushort)(l))
+#define MMA(T, c, ...) mma((T)0.0f, lane, (c), __VA_ARGS__)
+#define MATRIX_OF(T) \
+FN unsigned pair_mul(T kind, unsigned u, unsigned v) { \
+  float a[2], b[2]; unpair(kind, u, a); unpair(kind, v, b); \
+  return (unsigned)as_type<ushort>((T)MUL(a[0], b[0])) | (unsigned)as_type<ushort>((T)MUL(a[1], b[1])) << 16; } \
+FN void mma(T kind, int lane, LOCAL(float) c, \
+            unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) { \
+  for (int k = 0; k < 4; k++) { \
+    const int row = (lane & ~3) + k, column = (lane & 3) * 8 + k; \
+    float x[4], y[4], p[4], q[4]; \
+    unpair(kind, LANE_OF(a0, row), x); unpair(kind, LANE_OF(a2, row), x + 2); \
+    unpair(kind, LANE_OF(a1, row), y); unpair(kind, LANE_OF(a3, row), y + 2); \
+    unpair(kind, LANE_OF(b0, column), p); unpair(kind, LANE_OF(b1, column), p + 2); \
+    unpair(kind, LANE_OF(b0, column + 4), q); unpair(kind, LANE_OF(b1, column + 4), q + 2); \
+    for (int i = 0; i < 4; i++) { \
+      c[0] = FMA(x[i], p[i], c[0]); c[1] = FMA(x[i], q[i], c[1]); \
+      c[2] = FMA(y[i], p[i], c[2]); c[3] = FMA(y[i], q[i], c[3]); } } }
+MATRIX_OF(bf16)
+MATRIX_OF(f16)
+"""
+
 _LOADS: Final = r"""
+typedef union { float4 f; uint4 u; float s[4]; ushort h[8]; } QUAD;
 FN void two_bf16(unsigned u, LOCAL(float) o) { o[0] = AS_FLOAT(u << 16); o[1] = AS_FLOAT(u & 0xffff0000u); }
 FN void load2(GLOBAL(float) p, LOCAL(float) o) { const float2 a = *(GLOBAL(float2))p; o[0] = a.x; o[1] = a.y; }
 FN void load4(GLOBAL(float) p, LOCAL(float) o) {
@@ -127,7 +193,8 @@ class Kernel:
     """A computation in the dialect.
 
     `defines` are preprocessor words of the body and their values: optional operands, and constants that are no
-    integers. MLX copies an operand that is not row-contiguous, so one that is written in place has to be.
+    integers. MLX copies an operand that is not row-contiguous, so one that is written in place has to be. `matrix`:
+    the body uses `MMA`, `UNPAIR`, `PAIR_MUL` or `stream`, for which CUDA needs a device of compute capability 8.0.
     """
 
     name: str
@@ -135,6 +202,7 @@ class Kernel:
     output: str
     body: str
     defines: tuple[tuple[str, str], ...] = ()
+    matrix: bool = False
 
     @property
     def header(self) -> str:
@@ -161,6 +229,8 @@ class Launch:
 
     def run(self, target: str) -> mx.array:
         """The output, as a node of the graph, on *target* ("metal" or "cuda")."""
+        for launches in _listening:
+            launches.append(self)
         x, y, z = self.groups
         return build(self.kernel, target)(
             inputs=list(self.arrays),
@@ -172,12 +242,34 @@ class Launch:
         )[0]
 
 
+_listening: list[list[Launch]] = []
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """The launches that become nodes of a graph while this is open; nothing has to be computed for it."""
+    launches: list[Launch] = []
+    _listening.append(launches)
+    try:
+        yield launches
+    finally:
+        _listening.pop()
+
+
 @lru_cache(maxsize=1)
 def target() -> str | None:
     """The kind of GPU that MLX runs on here, "metal" or "cuda"; None on the CPU."""
     if mx.metal.is_available():
         return "metal"
     return "cuda" if mx.cuda.is_available() else None
+
+
+def header(kernel: Kernel, *, cuda: bool) -> str:
+    """What stands before the body of *kernel*."""
+    words = (_CUDA_HEADER if cuda else _METAL_HEADER) + _LOADS
+    if kernel.matrix:
+        words += _MATRIX + (_CUDA_MATRIX if cuda else _METAL_MATRIX)
+    return words + kernel.header
 
 
 @cache
@@ -189,7 +281,7 @@ def build(kernel: Kernel, kind: str) -> Callable[..., list[mx.array]]:
         name=kernel.label,
         input_names=list(kernel.inputs),
         output_names=[kernel.output],
-        header=(_CUDA_HEADER if cuda else _METAL_HEADER) + _LOADS + kernel.header,
+        header=header(kernel, cuda=cuda),
         source=(_CUDA_PROLOGUE if cuda else _METAL_PROLOGUE) + _UNUSED + kernel.body,
     )
     return cast("Callable[..., list[mx.array]]", made)

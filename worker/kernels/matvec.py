@@ -1,25 +1,25 @@
 """Matrix-vector products for all rows of a forward: each weight is read once for R rows.
 
-Contract: x T [R, K]; weight T [N, K], or affine quantised: words uint32 [N, K bits / 32], scales and biases T
-[N, K / group], bits 4 or 8, group 32, 64 or 128, as mx.quantize packs them. Out: T [R, N] = x weight^T.
-Options, all in the same launch:
+The contract is in operands.py; all options run in the same launch. `matvec` picks between two kernels: the one in
+this file, plain fused multiply-adds on any device, and matvec_mma.py where a device has matrix units that pay. The
+pick is by target, type, shape and packing of the weight, never by R, so that a row's bits are the same for every R.
 
-- norm T [K] and eps: x is RMS-normed first (in float32, without rounding in between);
-- glu: weight has 2 N rows, gates first, and the output is silu(gate) * up;
-- add: T [R, N] (a residual) or [N] (a bias), added to the product. Not together with glu.
-
-K is a multiple of 32. Row invariance: lane l sums chunks l, l + 32, ... of K in order, then 32 lanes join;
-neither R nor the number of outputs a simdgroup makes changes that.
+This kernel: x is normed in float32, without rounding in between. K is a multiple of 32. Row invariance: lane l
+sums chunks l, l + 32, ... of K in order, then 32 lanes join; neither R nor the number of outputs a simdgroup makes
+changes that.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import mlx.core as mx
 
-from worker.kernels.dialect import MAX_ROWS, Kernel, Launch, chosen, number
+from worker.kernels import matvec_mma
+from worker.kernels.dialect import MAX_ROWS, Kernel, Launch, chosen
+from worker.kernels.operands import PLAIN, Affine, Extras, arrays, defines, reference
+
+__all__ = ["PLAIN", "Affine", "Extras", "launch", "matvec", "reference", "supported"]
 
 _HEAD: Final = r"""
 const int first = (bx * SIMDGROUPS + sg) * OUTPUTS, made = GLU ? 2 * OUTPUTS : OUTPUTS;
@@ -105,38 +105,6 @@ UNROLL for (int w = 0; w < R; w++) {
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Affine:
-    """A quantised weight: words uint32 [N, K bits / 32], scales and biases T [N, K / group]."""
-
-    words: mx.array
-    scales: mx.array
-    biases: mx.array
-    group: int
-    bits: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extras:
-    """What is done in the same launch: norm weight T [K] with eps; glu; add T [R, N] or [N]."""
-
-    norm: mx.array | None = None
-    eps: float = 0.0
-    glu: bool = False
-    add: mx.array | None = None
-
-
-PLAIN: Final = Extras()
-
-
-def _defines(extras: Extras, words: int) -> tuple[tuple[str, str], ...]:
-    added = "0.0f"
-    if extras.add is not None:
-        added = "(float)add[(long)(w) * N + (n)]" if extras.add.ndim == 2 else "(float)add[n]"
-    norm = "x" if extras.norm is None else "norm"
-    return ("EPS", number(extras.eps)), ("NORM_WEIGHT", norm), ("ADDED(w, n)", added), ("WORDS", f"words{words}")
-
-
 def _shape(rows: int, outputs: int, glu: bool) -> tuple[int, int]:
     """Outputs a simdgroup makes, and simdgroups of a threadgroup. No result depends on it."""
     each = (4 if rows <= 8 else 2) // (2 if glu else 1)
@@ -148,11 +116,7 @@ def _shape(rows: int, outputs: int, glu: bool) -> tuple[int, int]:
 def launch(x: mx.array, weight: mx.array | Affine, extras: Extras = PLAIN) -> Launch:
     """The kernel on the operands of the contract."""
     (rows, width), affine = x.shape, isinstance(weight, Affine)
-    operands = {"x": x, "weight": weight.words if isinstance(weight, Affine) else weight}
-    if isinstance(weight, Affine):
-        operands |= {"scales": weight.scales, "biases": weight.biases}
-    operands |= {} if extras.norm is None else {"norm": extras.norm}
-    operands |= {} if extras.add is None else {"add": extras.add}
+    operands = arrays(x, weight, extras)
     outputs = operands["weight"].shape[0] // (2 if extras.glu else 1)
     bits = weight.bits if isinstance(weight, Affine) else 32
     chunk = 16 if affine and width >= 1024 else 8
@@ -162,9 +126,8 @@ def launch(x: mx.array, weight: mx.array | Affine, extras: Extras = PLAIN) -> La
     template |= {"SIMDGROUPS": simdgroups, "NORM": extras.norm is not None, "GLU": extras.glu}
     if isinstance(weight, Affine):
         template |= {"BITS": weight.bits, "GROUP": weight.group}
-    kernel = Kernel(
-        "matvec_affine" if affine else "matvec", tuple(operands), "out", body, _defines(extras, chunk * bits // 32)
-    )
+    words = (*defines(extras), ("WORDS", f"words{chunk * bits // 32}"))
+    kernel = Kernel("matvec_affine" if affine else "matvec", tuple(operands), "out", body, words)
     groups = (-(-outputs // (each * simdgroups)), 1, 1)
     return Launch(
         kernel,
@@ -175,28 +138,6 @@ def launch(x: mx.array, weight: mx.array | Affine, extras: Extras = PLAIN) -> La
         (rows, outputs),
         x.dtype,
     )
-
-
-def reference(x: mx.array, weight: mx.array | Affine, extras: Extras = PLAIN) -> mx.array:
-    """The same in plain operations, with MLX's roundings in between."""
-    if extras.norm is not None:
-        x = mx.fast.rms_norm(x, extras.norm, extras.eps)
-    if isinstance(weight, Affine):
-        y = mx.quantized_matmul(
-            x,
-            weight.words,
-            weight.scales,
-            weight.biases,
-            transpose=True,
-            group_size=weight.group,
-            bits=weight.bits,
-        )
-    else:
-        y = x @ weight.T
-    if extras.glu:
-        gate, up = mx.split(y, 2, axis=-1)
-        return gate * mx.sigmoid(gate) * up
-    return y if extras.add is None else y + extras.add
 
 
 def supported(x: mx.array, weight: mx.array | Affine) -> bool:
@@ -212,4 +153,6 @@ def matvec(
     target = chosen(use_kernel)
     if target is None or not supported(x, weight):
         return reference(x, weight, extras)
+    if target == "cuda" and matvec_mma.supported(x, weight):
+        return matvec_mma.launch(x, weight, extras).run(target)
     return launch(x, weight, extras).run(target)

@@ -24,15 +24,22 @@ from worker.kernels.dialect import MAX_ROWS, PAGE
 SPLITS: Final = 32
 FIRST_CUT: Final = 64
 
-CHAIN: Final = (("DEPTH(w)", "(w)"), ("TREE", "false"), ("MASK(w)", "0u"))
+CHAIN: Final = (("DEPTH(w)", "(w)"), ("TREE", "false"), ("MASK(w)", "((2u << (w)) - 1u)"))
 TREE: Final = (("DEPTH(w)", "tree[w]"), ("TREE", "true"), ("MASK(w)", "((unsigned)tree[16 + (w)])"))
 
-WORDS: Final = (("PAGE", str(PAGE)), ("SPLITS", str(SPLITS)), ("FIRST_CUT", str(FIRST_CUT)))
+# A piece's keys, for a row at `position`.
+CUT: Final = "int cut = FIRST_CUT; while (position >= cut * SPLITS) cut *= 2;"
 
-CUT: Final = r"""
-int cut = FIRST_CUT;
-while (position >= cut * SPLITS) cut *= 2;
-"""
+
+def words(tree: mx.array | None) -> tuple[tuple[str, str], ...]:
+    """The defines of a kernel that knows positions."""
+    return (
+        ("PAGE", str(PAGE)),
+        ("SPLITS", str(SPLITS)),
+        ("FIRST_CUT", str(FIRST_CUT)),
+        *(CHAIN if tree is None else TREE),
+        ("CUT", CUT),
+    )
 
 
 def cut(position: int) -> int:
