@@ -1,11 +1,11 @@
-"""From a loaded model to an engine: which lane, which form of the cache, how large a pool, and what health says of it."""
+"""From a loaded model to an engine: which lane, which form of the cache, how large a pool; and health's words."""
 
 from __future__ import annotations
 
 import logging
 import math
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import mlx.core as mx
 
@@ -60,7 +60,9 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """A lane with its books. name: "packed" or "module"; form: of its cache; why: what keeps it off the fast path."""
+    """A lane with its books. name: "packed" or "module"; form: of its cache; why: what keeps it off the fast path
+    in words, empty if nothing does.
+    """
 
     name: str
     form: str
@@ -108,12 +110,12 @@ def _packed(loaded: LoadedModel, options: Options) -> Lane:
     why = unserved(packed)
     for form in (options.form,) if options.form else _forms(packed, options):
         forward = _dense(packed, pool, form, options)
-        error = distance(loaded, forward, pages)
-        if error <= _CLOSE[loaded.dtype]:
+        off = distance(loaded, forward, pages)
+        if off <= _CLOSE[loaded.dtype]:
             return Lane(
                 name="packed", form=form, forward=forward, pages=pages, page_bytes=shape.page_bytes, why=why
             )
-        why = f"its packed form ({form}) differs from mlx-lm's module by {error:.2g} of the largest logit"
+        why = f"its packed form ({form}) differs from mlx-lm's module by {off:.2g} of the largest logit"
         _log.warning("%s: %s", loaded.name, why)
     # Its memory is the module lane's now.
     del pool, forward
@@ -134,9 +136,7 @@ def _forms(packed: Packed, options: Options) -> tuple[str, ...]:
 
 
 def _module(loaded: LoadedModel, options: Options, why: str) -> Lane:
-    forward = module_lane(
-        loaded, asked=options.kv_bytes, prefill_rows=options.rows, chunk=options.prefill_chunk
-    )
+    forward = module_lane(loaded, asked=options.kv_bytes, prefill_rows=options.rows, chunk=options.prefill_chunk)
     reasons = "; ".join(reason for reason in (why, forward.why) if reason)
     form = "pages" if forward.page_bytes else "mlx-lm"
     return Lane(
@@ -160,7 +160,10 @@ def _pages(loaded: LoadedModel, shape: Shape, options: Options) -> int:
 
 
 def distance(loaded: LoadedModel, forward: Forward, pages: Pages) -> float:
-    """How far a lane's logits are from those of mlx-lm's module, as a share of the largest: prefill and one more row."""
+    """How far a lane's logits are from those of mlx-lm's module, as a share of the largest.
+
+    Both read a few ids, the lane the last of them as a row of an answer.
+    """
     ids = [place * 7919 % loaded.vocabulary for place in range(1, 6)]
     sequence = pages.reserve(rows_needed(len(ids), forward.prefill_rows))
     forward.begin(Opened(sequence, tuple(ids[:-1]), b"", False, (), 0, True))
@@ -171,9 +174,9 @@ def distance(loaded: LoadedModel, forward: Forward, pages: Pages) -> float:
     want = loaded.model(mx.array([ids]))[0, -2:].astype(mx.float32)
     # A model that produces no numbers is told so in a job, whatever the lane.
     finite = mx.isfinite(want)
-    off = mx.where(finite, mx.where(mx.isfinite(got), mx.abs(got - want), math.inf), 0)
-    error = off.max() / mx.maximum(mx.where(finite, mx.abs(want), 0).max(), 1e-30)
-    mx.eval(error)
+    apart = mx.where(finite, mx.where(mx.isfinite(got), mx.abs(got - want), math.inf), 0)
+    share = apart.max() / mx.maximum(mx.where(finite, mx.abs(want), 0).max(), 1e-30)
+    mx.eval(share)
     forward.end()
     sequence.release()
-    return float(error.item())
+    return float(cast("float", share.item()))

@@ -1,8 +1,8 @@
 """The packed lane in the in-place form: kernels write the pools, the decode forward is compiled.
 
 MLX does not see a write in place. Within a forward the reader takes the writer's output; between two forwards the
-order comes from the data: a forward over tokens that the device has drawn follows the draw, and one over tokens that
-the host knows is waited for before the next begins.
+order comes from the data: a forward over tokens that the device has drawn follows the draw, and one over tokens
+that the host knows is waited for before the next begins.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class DenseInPlace:
         self._meta_length = -1
 
     def trace(self) -> None:
-        """Compile every size on a sequence of its own, so that nothing is traced while a job runs."""
+        """As in `Forward`."""
         for size in SIZES:
             self.rows(mx.zeros((size,), dtype=mx.uint32))
             self.settle()
@@ -107,7 +107,7 @@ class DenseInPlace:
         return self._sequence
 
     def _meta_at(self, length: int) -> mx.array:
-        """meta of the sequence at *length*. Unused places name its own last page."""
+        """Meta of the sequence at *length*. Unused places name its own last page."""
         table = self._started().table
         return mx.array([length, *table, *[table[-1]] * (self._width - 1 - len(table))], dtype=mx.int32)
 

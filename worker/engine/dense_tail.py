@@ -1,8 +1,8 @@
 """The packed lane in the tail form: official operations only, nothing is written in place while it may be read.
 
-The pool holds the rows below `folded`; the rows from there on lie in a small tail per layer, which slice_update may
-copy whenever it likes. Attention reads both, joined: one copy of the context a step, as mlx-lm's own loop makes it
-when it updates its cache ahead of the device, but MLX's fused attention over them.
+The pool holds the rows below `folded`; the rows from there on lie in a small tail per layer, which slice_update
+may copy whenever it likes. Attention reads both, joined: one copy of the context a step, as mlx-lm's own loop makes
+it when it updates its cache ahead of the device, and MLX's fused attention over it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 import mlx.core as mx
 from mlx_lm.models.activations import swiglu
 
-from worker.engine.forward import MAX_ROWS, positions_within
+from worker.engine.forward import positions_within
 from worker.engine.packed import Layer, Packed
 from worker.kv.pages import Sequence
 from worker.kv.pool import Pool
@@ -78,6 +78,9 @@ class DenseTail:
         sequence.append(count, prompt=False)
         return self._logits(x)
 
+    def trace(self) -> None:
+        """As in `Forward`: nothing here is compiled ahead."""
+
     def settle(self) -> None:
         """As in `Forward`."""
         self._fold()
@@ -101,9 +104,9 @@ class DenseTail:
         self._folded = sequence.length
 
     def _chunk(self, ids: Ids[int], start: int, last: bool) -> tuple[list[mx.array], mx.array | None]:
-        """The rows of a part of the prompt, per layer T [2, Hkv, n, D], and the last id's logits if it is the last.
+        """The rows of a part of the prompt, per layer T [2, Hkv, n, D]; if it is the last, its last id's logits.
 
-        A function of its own: what it leaves uncomputed still reads the pool, and must be gone when that is written.
+        A function of its own: what it leaves uncomputed reads the pool, and must be gone when that is written.
         """
         table = self._started().table
         # The last chunk is padded where rows depend on how many there are.
@@ -135,9 +138,7 @@ class DenseTail:
         """The block's output T [R, K] for its input x, queries T [H, R, D], and all rows T [2, Hkv, n, D]."""
         count, eps = x.shape[0], self._packed.eps
         mask = "causal" if count > 1 else None
-        heads = mx.fast.scaled_dot_product_attention(
-            q[None], kv[:1], kv[1:], scale=self._packed.scale, mask=mask
-        )
+        heads = mx.fast.scaled_dot_product_attention(q[None], kv[:1], kv[1:], scale=self._packed.scale, mask=mask)
         x = x + layer.out(heads[0].swapaxes(0, 1).reshape(count, -1))
         gate, up = mx.split(layer.gate_up(mx.fast.rms_norm(x, layer.post_norm, eps)), 2, axis=-1)
         return x + layer.down(swiglu(gate, up))

@@ -67,6 +67,9 @@ class Forward(Protocol):
             Logits [R, V] in the model's type, not yet computed.
         """
 
+    def trace(self) -> None:
+        """Compile the widths that `rows` runs, if any, on a begun sequence with room for 31 rows."""
+
     def settle(self) -> None:
         """Bring all rows below `sequence.length` into the pages and wait for it.
 

@@ -1,8 +1,8 @@
 """The dense family in packed form: what mlx-lm's module holds, with fewer and larger products.
 
 A block of this family is `x += attention(norm(x)); x += down(silu(gate(norm(x))) * up(norm(x)))`, with rope, and
-perhaps biases or a norm of q and k. Query, key and value weights become one matrix, gate and up another. The module's
-own weights become views of them, so that each weight is in memory once and the module goes on working.
+perhaps biases or a norm of q and k. Query, key and value weights become one matrix, gate and up another. The
+module's own weights become views of them, so that each weight is in memory once and the module goes on working.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from worker.kernels import rope_write
 from worker.kernels.matvec import Affine
 from worker.kernels.rope_table import rope_of
 from worker.kernels.rope_write import Heads
-
 
 _PRODUCTS: Final = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _NORMS: Final = {"q_norm", "k_norm"}
@@ -36,7 +35,7 @@ class Linear:
     bias: mx.array | None = None
 
     def __call__(self, x: mx.array) -> mx.array:
-        """x T [..., K] to T [..., N] by MLX's own operations."""
+        """X T [..., K] to T [..., N] by MLX's own operations."""
         weight = self.weight
         if isinstance(weight, Affine):
             y = mx.quantized_matmul(

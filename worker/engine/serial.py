@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final, cast
 
 import mlx.core as mx
 
-from worker.engine.draw import Drawn, Draws
+from worker.engine.draw import NOT_A_NUMBER, Drawn, Draws, warm
 from worker.engine.engine import EngineRequest, Figures, NumericError, PrefillProgress, Step
 from worker.engine.forward import MAX_ROWS, Forward, rows_needed
 from worker.engine.load import LoadedModel
@@ -15,7 +15,6 @@ from worker.engine.sample import Sampling
 from worker.kv.prefix import Opened, PrefixIndex
 
 ROUTE: Final = "serial_b1"
-BAD: Final = 0xFFFFFFFF
 
 
 class SerialEngine:
@@ -29,33 +28,28 @@ class SerialEngine:
     ) -> None:
         self._loaded = loaded
         self._forward = forward
-        self._index = index
+        self.index = index
         # Where rows are aligned the lane says how many a forward reads; else only the wait for a cancel matters.
         self._chunk = forward.prefill_rows if forward.prefill_rows > 1 else prefill_chunk
         self.capacity = forward.capacity
         self._run: _Run | None = None
 
     def warm_up(self) -> None:
-        """Run each kind of draw and every width once, so that no job waits for a kernel to be compiled."""
-        sampled = Sampling(seed=0, temperature=1.0)
-        penalised = Sampling(seed=0, temperature=1.0, top_p=0.9, repetition_penalty=1.1)
-        for sampling in (Sampling(seed=0), sampled, penalised):
-            drawn = tuple([0] * MAX_ROWS) if sampling is sampled else ()
-            request = EngineRequest(prompt=(0, 0, 0), sampling=sampling, max_tokens=3, drawn=drawn, cache=False)
-            self.start(request, _unheard)
-            for _ in range(request.max_tokens):
-                try:
-                    self.step()
-                except NumericError:
-                    # A model whose first numbers are bad must fail in a job, where it is told.
-                    break
-            self.stop()
+        """Run the common kinds of draw and every width once, so that no job waits for a kernel to be compiled."""
+        request = EngineRequest(
+            prompt=(0,), sampling=Sampling(seed=0), max_tokens=2, drawn=(0,) * MAX_ROWS, cache=False
+        )
+        self.start(request, _unheard)
+        self._forward.trace()
+        # Not by step(): a model whose first numbers are bad must fail in a job, where it is told.
+        self.stop()
+        warm(self._loaded.width, self._loaded.vocabulary, getattr(mx, self._loaded.dtype))
 
     def start(self, request: EngineRequest, progress: PrefillProgress) -> None:
         """As in `Engine`."""
         self.stop()
         positions = len(request.prompt) + len(request.drawn) + request.max_tokens
-        opened = self._index.open(
+        opened = self.index.open(
             request.prompt,
             rows_needed(positions, self._forward.prefill_rows),
             owner=request.owner,
@@ -67,11 +61,12 @@ class SerialEngine:
             (*request.prompt, *request.drawn),
             width=self._loaded.width,
             vocabulary=self._loaded.vocabulary,
+            reach=positions,
         )
         self._forward.begin(opened)
         logits = self._read_prompt(run, progress)
         if request.drawn:
-            logits = self._force(request.drawn)
+            logits = self._force(run, progress)
         run.ahead = self._draw(run, logits)
 
     def step(self) -> Step:
@@ -83,8 +78,8 @@ class SerialEngine:
         more = run.steps + 1 < run.request.max_tokens
         if more and self._forward.one_ahead:
             run.ahead = self._next(run, drawn)
-        token = int(drawn.read.item())
-        if token == BAD:
+        token = cast("int", drawn.read.item())
+        if token == NOT_A_NUMBER:
             run.failed = True
             raise NumericError("the model produced NaN or infinite logits")
         run.steps += 1
@@ -109,7 +104,7 @@ class SerialEngine:
         sequence.truncate(verified)
         if not run.failed:
             self._forward.settle()
-            self._index.store(run.opened, ids, verified)
+            self.index.store(run.opened, ids, verified)
         self._forward.end()
         sequence.release()
         return Figures(
@@ -122,31 +117,33 @@ class SerialEngine:
         )
 
     def _read_prompt(self, run: _Run, progress: PrefillProgress) -> mx.array:
-        prompt, done = run.request.prompt, run.opened.cached
-        total = len(prompt)
+        """Logits [1, V] of the prompt's last id."""
+        prompt, done, total = run.request.prompt, run.opened.cached, run.total
         progress(done, total)
         while True:
-            end = min(done + self._chunk, total)
-            logits = self._forward.read(prompt[done:end], last=end == total)
+            end = min(done + self._chunk, len(prompt))
+            logits = self._forward.read(prompt[done:end], last=end == len(prompt))
             done = end
             mx.clear_cache()
             progress(done, total)
             if logits is not None:
                 return logits
 
-    def _force(self, drawn: tuple[int, ...]) -> mx.array:
+    def _force(self, run: _Run, progress: PrefillProgress) -> mx.array:
         """Rows of ids that an earlier attempt drew; the logits [1, V] of the last."""
+        drawn = run.request.drawn
         for start in range(0, len(drawn), MAX_ROWS):
             tokens = mx.array(drawn[start : start + MAX_ROWS], dtype=mx.uint32)
             logits = self._forward.rows(tokens)[-1:]
             # Nothing in the graph orders this forward before the next one: its tokens are known already.
             mx.eval(logits)
+            progress(run.opened.sequence.length, run.total)
         return logits
 
     def _draw(self, run: _Run, logits: mx.array) -> Drawn:
         position = run.opened.sequence.length
         drawn = run.draws(logits, mx.array([position], dtype=mx.int32))
-        mx.async_eval(drawn.token, drawn.read, *(drawn.top or ()))
+        mx.async_eval(drawn.token, drawn.read, *(drawn.top or ()))  # type: ignore[no-untyped-call]
         return drawn
 
     def _next(self, run: _Run, drawn: Drawn) -> Drawn:
@@ -165,6 +162,11 @@ class _Run:
     steps: int = 0
     failed: bool = False
 
+    @property
+    def total(self) -> int:
+        """Ids to be read before the first draw."""
+        return len(self.request.prompt) + len(self.request.drawn)
+
 
 def _unheard(_done: int, _total: int) -> None:
     """Progress of a warm-up, which nobody follows."""
@@ -174,5 +176,5 @@ def _pairs(drawn: Drawn) -> list[tuple[int, float]] | None:
     """(id, log-probability) pairs, likeliest first, ties to the lower id."""
     if drawn.top is None:
         return None
-    ids, values = (part.tolist() for part in drawn.top)
+    ids, values = (cast("list[Any]", part.tolist()) for part in drawn.top)
     return sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))

@@ -68,7 +68,8 @@ class VerifyBank:
         """One forward, lazily.
 
         Args:
-            tokens: uint32 [R], R of `SIZES`. meta: int32 [1 + pages] as in `kernels.rows`.
+            tokens: uint32 [R], R of `SIZES`.
+            meta: int32 [1 + pages] as in `kernels.rows`.
             pools: per layer T [2, Hkv, slots, D].
 
         Returns:

@@ -101,7 +101,7 @@ class PrefixIndex:
         if align != 1 and (align < PAGE or align % PAGE):
             raise ValueError(f"rows are aligned to 1 or to a multiple of {PAGE}, not to {align}")
         self.figures = Figures()
-        self._pages = pages
+        self.pages = pages
         self._page_bytes = page_bytes
         self._limit_pages = limit_bytes // page_bytes
         self._align = align
@@ -126,7 +126,7 @@ class PrefixIndex:
 
     def room(self) -> int:
         """Tokens, prompt and budget together, up to which `open` would not refuse now."""
-        return (self._pages.free + self._evictable(())) * PAGE
+        return (self.pages.free + self._evictable(())) * PAGE
 
     def lookup(self, ids: Ids[int], *, owner: bytes, cache: Cache) -> Match:
         """Find the longest stored beginning of the prompt *ids* that leaves at least one id to be read.
@@ -178,10 +178,10 @@ class PrefixIndex:
             match = match.without_tail()
             needed = pages_for(tokens) - len(match.pages)
             if not self._make_room(needed, match):
-                free = self._pages.free + self._evictable(match.path)
-                raise PoolTooSmallError(needed=needed, free=free, count=self._pages.count)
+                free = self.pages.free + self._evictable(match.path)
+                raise PoolTooSmallError(needed=needed, free=free, count=self.pages.count)
         exact = match.without_tail().exact_rows
-        sequence = self._pages.reserve(tokens, shared=match.pages, exact=exact)
+        sequence = self.pages.reserve(tokens, shared=match.pages, exact=exact)
         copies: tuple[Copy, ...] = ()
         if match.tail is not None:
             copies = (Copy(match.tail, sequence.table[len(match.pages)], match.tail_rows),)
@@ -263,7 +263,7 @@ class PrefixIndex:
                     assert self._nodes.get(key) is child
                     assert node is root or order[child] < order[node], "leaves are older"
         assert reached == len(self._nodes), "every page hangs on an owner"
-        self._pages.check()
+        self.pages.check()
 
     def _child(self, parent: Node, ids: tuple[int, ...]) -> Node | None:
         # A key is only a hint: owner and all ids before are compared with the parent, the page's own ids here.
@@ -278,8 +278,8 @@ class PrefixIndex:
         if same is not None and same.ids == new.ids:
             if new.exact > same.exact:
                 self._drop_covered(new)
-                self._pages.hold(new.page)
-                self._pages.drop(same.page)
+                self.pages.hold(new.page)
+                self.pages.drop(same.page)
                 same.page, same.exact = new.page, new.exact
             return same
         if len(new.ids) == PAGE:
@@ -297,7 +297,7 @@ class PrefixIndex:
                 return None
             self._evict(victim)
         assert new.parent is not None
-        self._pages.hold(new.page)
+        self.pages.hold(new.page)
         self._nodes[new.key] = new.parent.children[new.key] = new
         if new.parent.parent is None:
             self._roots[new.owner] = new.parent
@@ -316,7 +316,7 @@ class PrefixIndex:
 
     def _make_room(self, needed: int, match: Match) -> bool:
         """Evict until *needed* pages are free, but nothing of *match*; if that cannot be, False and no change."""
-        short = needed - self._pages.free
+        short = needed - self.pages.free
         if short <= 0:
             return True
         if short > self._evictable(match.path):
@@ -341,7 +341,7 @@ class PrefixIndex:
         return sum(node not in held for node in self._nodes.values())
 
     def _idle(self, node: Node) -> bool:
-        return self._pages.references(node.page) == 1
+        return self.pages.references(node.page) == 1
 
     def _evict(self, node: Node) -> None:
         self._forget(node)
@@ -350,6 +350,6 @@ class PrefixIndex:
     def _forget(self, node: Node) -> None:
         assert node.parent is not None
         del self._nodes[node.key], node.parent.children[node.key]
-        self._pages.drop(node.page)
+        self.pages.drop(node.page)
         if node.parent.parent is None and not node.parent.children:
             del self._roots[node.owner]
