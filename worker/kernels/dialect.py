@@ -9,6 +9,7 @@ thread. A simdgroup is a warp: 32 lanes. The words:
 - `BARRIER()`, `XOR(v, m)`, `SUM32(v)`, `MAX32(v)`: the threadgroup's barrier; exchange, sum, maximum of 32
   lanes. `DEVICE_BARRIER()`: after it a threadgroup also reads what it wrote to device memory before.
 - `QUAD`: 16 bytes to keep in a SHARED array, as `f` (float4), `u` (uint4), `s[4]` (float) or `h[8]` (ushort).
+  `RAW(v)`: a 16-bit value as ushort; `PAIR(T, a, b)`: two float32 as values of T in a word, a first.
 - `FMA(a, b, c)`, `MUL(a, b)`: one rounding each, and never joined with a neighbour by the compiler. Every
   product that is added to something is written with them, so that a row's bits do not depend on how a kernel
   was unrolled.
@@ -57,13 +58,16 @@ _CUDA_HEADER: Final = r"""
 #define EXP2(x) exp2f(x)
 #define EXP(x) expf(x)
 #define RSQRT(x) rsqrtf(x)
-#define COS(x) cosf(x)
-#define SIN(x) sinf(x)
+#define SINCOS(x, s, c) sincosf((x), &(s), &(c))
 #define MAX(a, b) fmaxf((a), (b))
 #define UNROLL _Pragma("unroll")
 typedef unsigned short ushort;
 typedef __nv_bfloat16 bf16;
 typedef __half f16;
+FN ushort RAW(bf16 v) { return __bfloat16_as_ushort(v); }
+FN ushort RAW(f16 v) { return __half_as_ushort(v); }
+FN unsigned pair(bf16, float a, float b) { const __nv_bfloat162 p = __floats2bfloat162_rn(a, b); return *(const unsigned*)&p; }
+FN unsigned pair(f16, float a, float b) { const __half2 p = __floats2half2_rn(a, b); return *(const unsigned*)&p; }
 FN float SUM32(float v) { for (int m = 16; m; m >>= 1) v += XOR(v, m); return v; }
 FN float MAX32(float v) { for (int m = 16; m; m >>= 1) v = MAX(v, XOR(v, m)); return v; }
 FN void two_f16(unsigned u, float* o) {
@@ -85,14 +89,16 @@ _METAL_HEADER: Final = r"""
 #define EXP2(x) metal::precise::exp2(x)
 #define EXP(x) metal::precise::exp(x)
 #define RSQRT(x) metal::precise::rsqrt(x)
-#define COS(x) metal::precise::cos(x)
-#define SIN(x) metal::precise::sin(x)
+#define SINCOS(x, s, c) { s = metal::precise::sin(x); c = metal::precise::cos(x); }
 #define MAX(a, b) metal::max((a), (b))
 #define UNROLL _Pragma("clang loop unroll(full)")
 #define SUM32(v) simd_sum(v)
 #define MAX32(v) simd_max(v)
 typedef bfloat16_t bf16;
 typedef half f16;
+#define RAW(v) as_type<ushort>(v)
+FN unsigned pair(bf16, float a, float b) { return (unsigned)RAW((bf16)a) | (unsigned)RAW((bf16)b) << 16; }
+FN unsigned pair(f16, float a, float b) { return (unsigned)RAW((f16)a) | (unsigned)RAW((f16)b) << 16; }
 FN void two_f16(unsigned u, LOCAL(float) o) {
   const half2 a = as_type<half2>(u); o[0] = (float)a.x; o[1] = (float)a.y; }
 """
@@ -117,6 +123,8 @@ FN void mma(T, float* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, uns
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1)); }
 MMA_OF(bf16, "bf16")
 MMA_OF(f16, "f16")
+#define LOWS(u, v) __byte_perm((u), (v), 0x5410)
+#define HIGHS(u, v) __byte_perm((u), (v), 0x7632)
 #define STREAM "ld.global.nc.L1::no_allocate.L2::128B."
 FN void stream1(const unsigned* p, unsigned* o) { o[0] = p[0]; }
 FN void stream2(const unsigned* p, unsigned* o) {
@@ -130,6 +138,8 @@ _METAL_MATRIX: Final = r"""
 #define stream1 words1
 #define stream2 words2
 #define stream4 words4
+#define LOWS(u, v) (((u) & 0xffffu) | ((v) << 16))
+#define HIGHS(u, v) (((u) >> 16) | ((v) & 0xffff0000u))
 #define LANE_OF(u, l) simd_shuffle((u), (ushort)(l))
 #define MMA(T, c, ...) mma((T)0.0f, lane, (c), __VA_ARGS__)
 #define MATRIX_OF(T) \
@@ -153,6 +163,7 @@ MATRIX_OF(f16)
 """
 
 _LOADS: Final = r"""
+#define PAIR(T, a, b) pair((T)0.0f, (a), (b))
 typedef union { float4 f; uint4 u; float s[4]; ushort h[8]; } QUAD;
 FN void two_bf16(unsigned u, LOCAL(float) o) { o[0] = AS_FLOAT(u << 16); o[1] = AS_FLOAT(u & 0xffff0000u); }
 FN void load2(GLOBAL(float) p, LOCAL(float) o) { const float2 a = *(GLOBAL(float2))p; o[0] = a.x; o[1] = a.y; }
