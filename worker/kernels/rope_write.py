@@ -18,9 +18,9 @@ import mlx.core as mx
 from worker.kernels import rows
 from worker.kernels.dialect import Kernel, Launch, chosen, number
 
-# One simdgroup turns one `head` of one `row`; attention has the same text before its own. PLACES: a lane's pairs and
-# their constants, the same for every head. LOAD reads the pairs to raw_a and raw_b, TAKE hands them to TURN, which
-# makes a and b, the pairs as they are stored.
+# One simdgroup turns one `head` of one `row`; attention has the same text before its own. PLACES: a lane's pairs
+# and their constants, the same for every head. LOAD reads the pairs to raw_a and raw_b, TAKE hands them to TURN,
+# which makes a and b, the pairs as they are stored.
 PLACES: Final = r"""
 const int each = (D / 2 + 31) / 32;
 int at_a[each], at_b[each];
