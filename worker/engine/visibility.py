@@ -55,6 +55,13 @@ def apart(got: mx.array, want: mx.array) -> mx.array:
     return mx.where(mx.isfinite(error), error, math.inf).max()
 
 
+def pools_apart(got: mx.array, want: mx.array) -> mx.array:
+    """As `apart`, for pools: a slot that nobody wrote holds NaN in both."""
+    unwritten = mx.isnan(want)
+    stray = mx.any(unwritten & ~mx.isnan(got))
+    return mx.where(stray, math.inf, apart(mx.where(unwritten, 0, got), mx.where(unwritten, 0, want)))
+
+
 def number_of(scalar: mx.array) -> float:
     """The value of a real *scalar*, computed now."""
     return float(cast("float", scalar.item()))
@@ -189,12 +196,5 @@ class Trial:
         bad = next((number for number, error in enumerate(errors) if not error <= bound), None)
         if bad is not None:
             return Seen(False, len(script), errors[bad], bound, bad)
-        left = max(number_of(self._rows_apart(got, want)) for got, want in zip(pools, again, strict=True))
+        left = max(number_of(pools_apart(got, want)) for got, want in zip(pools, again, strict=True))
         return Seen(left <= bound, len(script), max(left, *errors), bound)
-
-    @staticmethod
-    def _rows_apart(got: mx.array, want: mx.array) -> mx.array:
-        """As `apart`, for pools; a slot that nobody wrote holds NaN in both."""
-        unwritten = mx.isnan(want)
-        stray = mx.any(unwritten & ~mx.isnan(got))
-        return mx.where(stray, math.inf, apart(mx.where(unwritten, 0, got), mx.where(unwritten, 0, want)))

@@ -1,0 +1,93 @@
+"""How long a decode step takes, with and without a group of kernels: the whole compiled forward, one step ahead.
+
+A kernel alone on a chain that the host holds up says little, so the step is what is timed. Runs of the variants
+take turns, since a host has fast and slow phases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from statistics import median
+from typing import Final
+
+import mlx.core as mx
+
+from worker.engine.packed import Packed
+from worker.engine.verify_bank import Switches, VerifyBank
+from worker.kv.pages import PAGE, pages_for
+
+# A kernel group that makes the step longer than this, of the step without it, loses.
+TOLERATED: Final = 1.03
+GROUPS: Final = ("matvec",)
+"""The groups of `Switches` that can be on or off."""
+
+CONTEXT: Final = 1000
+_STEPS: Final = 16
+_REPEATS: Final = 7
+
+
+class Stepper:
+    """The step of *rows* rows behind *context* positions, over pools of its own; tokens are the likeliest ones.
+
+    The row written is the same one in every step: order comes from the tokens.
+    """
+
+    def __init__(self, packed: Packed, switches: Switches, *, rows: int = 1, context: int = CONTEXT) -> None:
+        heads, pages = packed.heads, max(7, pages_for(context + rows))
+        shape = (2, heads.kv_heads, pages * PAGE, heads.dim)
+        self._bank = VerifyBank(packed, switches)
+        self._pools = [mx.zeros(shape, dtype=packed.dtype) for _ in packed.layers]
+        self._meta = mx.array([context, *range(pages)], dtype=mx.int32)
+        self._tokens = mx.zeros((rows,), dtype=mx.uint32)
+        mx.eval(self._pools, self._meta, self._tokens)
+
+    def run(self, steps: int) -> None:
+        """Steps, each built while the one before it runs; done on return."""
+        ahead = self._step()
+        for _ in range(steps - 1):
+            now, ahead = ahead, self._step()
+            mx.eval(now)
+        mx.eval(ahead)
+
+    def _step(self) -> mx.array:
+        logits, _, self._pools = self._bank.run(self._tokens, self._meta, self._pools)
+        self._tokens = mx.argmax(logits, axis=-1).astype(mx.uint32)
+        mx.async_eval(self._tokens)  # type: ignore[no-untyped-call]
+        return self._tokens
+
+
+def in_turns(
+    runs: Mapping[str, Callable[[int], None]],
+    clock: Callable[[], float],
+    *,
+    steps: int = _STEPS,
+    repeats: int = _REPEATS,
+) -> dict[str, float]:
+    """Milliseconds a step of each run: the median of *repeats* turns of *steps* steps, after one to warm up."""
+    for run in runs.values():
+        run(2)
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            began = clock()
+            run(steps)
+            taken[name].append((clock() - began) * 1000 / steps)
+    return {name: median(times) for name, times in taken.items()}
+
+
+def compare(
+    packed: Packed, switches: Switches, group: str, clock: Callable[[], float], *, repeats: int = _REPEATS
+) -> dict[str, float]:
+    """Milliseconds a step of one row with *group* "on" and "off", all else as *switches* say."""
+    steppers = {
+        name: Stepper(packed, replace(switches, **{group: on})) for name, on in (("on", True), ("off", False))
+    }
+    return in_turns({name: stepper.run for name, stepper in steppers.items()}, clock, repeats=repeats)
+
+
+def verdict(times: Mapping[str, float]) -> str:
+    """Why the group of `compare` loses; empty where it does not."""
+    if times["on"] <= times["off"] * TOLERATED:
+        return ""
+    return f"slower: {times['on']:.3g} ms a step with it, {times['off']:.3g} without"
