@@ -124,7 +124,7 @@ def device() -> str:
 
 def bandwidth(report: Report) -> None:
     """Bytes read and written a second by one addition over 4 GiB."""
-    numbers = mx.zeros((2**31,), dtype=mx.bfloat16)
+    numbers = mx.zeros((2**15, 2**16), dtype=mx.bfloat16)
     mx.eval(numbers)
     best = 1e9
     for _ in range(8):
