@@ -15,7 +15,7 @@ from worker.kv.pages import PAGE, Pages
 from worker.kv.prefix import PrefixIndex
 
 Form = Literal["tail", "in place"]
-# Pages of a pool that no test fills.
+# Pages of a pool that no single request fills.
 PLENTY = 32
 
 
@@ -78,7 +78,7 @@ def build(
         index = engine.index = PrefixIndex(
             index.pages, page_bytes=1, limit_bytes=stored, align=options.prefill_rows or 1
         )
-    return Built(engine, index.pages, index)
+    return Built(engine, index.pages, index, info["prefix_reuse"])
 
 
 @dataclass(frozen=True)
