@@ -7,7 +7,6 @@ functions.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from worker.kernels import dialect
+from worker.kernels.disk_cache import string_hash
 
 # Names of types in a kernel's name, and in its text.
 NAMES = {
@@ -55,15 +55,6 @@ class Module:
         return folder.joinpath(*parts, name)
 
 
-def hashed(text: str) -> int:
-    """std::hash of a string in the C++ library that MLX is linked with."""
-    function = ctypes.CDLL("libstdc++.so.6")["_ZSt11_Hash_bytesPKvmm"]
-    function.restype = ctypes.c_size_t
-    function.argtypes = (ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t)
-    data = text.encode()
-    return int(function(data, len(data), 0xC70F6907))
-
-
 Template = Sequence[tuple[str, Any]]
 
 
@@ -92,7 +83,7 @@ class Custom:
             + self.source
             + "\n}\n\n} // namespace mlx::core::cu\n"
         )
-        return Module(f"{name}_{hashed(source):x}", source, (f"mlx::core::cu::{name}",))
+        return Module(f"{name}_{string_hash(source.encode()):x}", source, (f"mlx::core::cu::{name}",))
 
     def _parameters(self, inputs: Sequence[mx.array], dtypes: Sequence[mx.Dtype]) -> str:
         lines = []

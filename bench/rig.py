@@ -77,7 +77,7 @@ class Placed:
         self.one_ahead = lane.one_ahead
         self.prefix_reuse = lane.prefix_reuse
         self.why = lane.why
-        self.rows, self.settle, self.end = lane.rows, lane.settle, lane.end
+        self.rows, self.settle, self.end, self.trace = lane.rows, lane.settle, lane.end, lane.trace
         self._lane = lane
         self._opened: Opened | None = None
 

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import models
 
 from worker.engine.build import Options, build
+from worker.kernels import disk_cache
 
 LIMIT_S = 240.0
 
@@ -62,6 +63,7 @@ def timed(where: Path, kernels: Path) -> tuple[float, str]:
 def main() -> None:
     """Be ready, and say when."""
     where = Path(sys.argv[1])
+    disk_cache.open_folder(where.parent)
     module, config = load_model(where)
     shape = models.Shape(title="model", config=config, quantised="quantization" in config)
     engine, info = build(models.loaded(shape, module), Options())
