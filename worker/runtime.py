@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -14,6 +15,7 @@ from worker.engine.engine import Engine
 from worker.engine.load import LoadedModel, device_name, load, resolve_model
 from worker.engine.reference import ReferenceEngine
 from worker.job import run_job
+from worker.kernels import disk_cache
 from worker.loop import Offer, Worker
 
 
@@ -24,18 +26,22 @@ def start(settings: Settings, *, watch_stdin: bool = False) -> Worker:
         ModelFilesError: the model is missing or incomplete.
         SettingsError: the memory asked for cannot be had.
     """
+    kernels = disk_cache.open_folder(settings.cache_dir)
     loaded = load(resolve_model(settings.model, settings.cache_dir))
-    engine, info = engine_of(settings, loaded)
+    engine, info = engine_of(settings, loaded, kernels)
     engine.warm_up()
     run = partial(run_job, engine=engine, loaded=loaded, clock=perf_counter)
     return Worker(settings, offer(settings, loaded, info), run, watch_stdin=watch_stdin)
 
 
-def engine_of(settings: Settings, loaded: LoadedModel) -> tuple[Engine, dict[str, Any]]:
-    """The engine that *settings* ask for, and what health tells of it."""
+def engine_of(settings: Settings, loaded: LoadedModel, kernels: Path | None) -> tuple[Engine, dict[str, Any]]:
+    """The engine that *settings* ask for, and what health tells of it; *kernels*: where compiled ones are kept."""
     if settings.reference:
         return ReferenceEngine(loaded, settings.prefill_chunk), {"lane": "reference", "row_invariant": False}
-    return build(loaded, Options(kv_bytes=settings.kv_bytes, prefill_chunk=settings.prefill_chunk))
+    return build(
+        loaded,
+        Options(kv_bytes=settings.kv_bytes, prefill_chunk=settings.prefill_chunk, kernel_folder=kernels),
+    )
 
 
 def offer(settings: Settings, loaded: LoadedModel, info: dict[str, Any]) -> Offer:

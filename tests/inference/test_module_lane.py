@@ -101,7 +101,7 @@ def schedule(model: Any, prefill_rows: int, seed: int) -> Serial:
         assert fresh.answer(ids, 4) == drawn
         assert same(fresh.logits, serial.logits)
         talks = [*talks[-5:], ids + drawn]
-    assert (hits > 3) == serial.lane.prefix_reuse
+    assert (hits > 0) == serial.lane.prefix_reuse
     return serial
 
 

@@ -105,6 +105,11 @@ def silent_heads(model: nn.Module) -> None:
         del block.self_attn.n_heads
 
 
+def test_a_sliding_window_is_refused_though_a_short_text_does_not_show_it() -> None:
+    with pytest.raises(NotDenseError, match="another cache"):
+        pack(small(layer_types=["full_attention", "sliding_attention"], sliding_window=40))
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [

@@ -19,6 +19,7 @@ from worker.kernels import (
     add_norm,
     attention,
     attention_combine,
+    attention_mma,
     matvec,
     move_rows,
     read_pages,
@@ -35,7 +36,7 @@ HEADS = Heads(heads=4, kv_heads=1, dim=128, rotated=128, norm_eps=1e-6)
 META = mx.array([3, 1, 0, 0, 0, 0, 0, 0], dtype=mx.int32)
 LIMIT = 32 * 1024
 SIZES = {"QUAD": 16, "float": 4, "int": 4}
-IN_PLACE = {"rope_write", "attention", "move_rows"}
+IN_PLACE = {"rope_write", "attention", "attention_mma", "move_rows"}
 
 
 def random() -> np.random.Generator:
@@ -55,6 +56,12 @@ def attend(dim: int, count: int, tree: mx.array | None) -> Launch:
     heads = Heads(heads=4, kv_heads=1, dim=dim, rotated=dim, norm_eps=1e-6)
     table = rope_write.constants(heads, mx.ones((dim // 2,)), some(dim), some(dim))
     return attention.launch(some(count, 6 * dim), table, some(2, 1, 64, dim), META, heads, tree)
+
+
+def attend_mma(dim: int, count: int, tree: mx.array | None) -> Launch:
+    heads = Heads(heads=4, kv_heads=1, dim=dim, rotated=dim, norm_eps=1e-6)
+    table = rope_write.constants(heads, mx.ones((dim // 2,)), some(dim), some(dim))
+    return attention_mma.launch(some(count, 6 * dim), table, some(2, 1, 64, dim), META, heads, tree)
 
 
 def join(tree: mx.array | None) -> Launch:
@@ -79,6 +86,11 @@ EXAMPLES: dict[str, list[Callable[[], Launch]]] = {
         lambda: attend(128, 8, TREE),
         lambda: attend(256, 16, None),
         lambda: attend(80, 8, None),
+    ],
+    "attention_mma": [
+        lambda: attend_mma(128, 16, None),
+        lambda: attend_mma(128, 8, TREE),
+        lambda: attend_mma(80, 1, None),
     ],
     "attention_combine": [lambda: join(None), lambda: join(TREE)],
     "read_pages": [lambda: read_pages.launch(some(2, 1, 64, 128), META, 20, some(1))],

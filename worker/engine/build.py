@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final, cast
 
 import mlx.core as mx
 
+from worker.engine import self_check
 from worker.engine.dense_in_place import DenseInPlace
 from worker.engine.dense_tail import DenseTail
 from worker.engine.forward import Forward, rows_needed
@@ -17,8 +19,7 @@ from worker.engine.memory import Need, pool_pages, prefill_bytes, room
 from worker.engine.module_lane import module_lane
 from worker.engine.packed import NotDenseError, Packed, pack
 from worker.engine.serial import SerialEngine
-from worker.engine.verify_bank import Switches, unserved
-from worker.kernels.dialect import chosen
+from worker.engine.verify_bank import Switches
 from worker.kv.pages import PAGE, Pages
 from worker.kv.pool import Pool, Shape
 from worker.kv.prefix import Opened, PrefixIndex
@@ -43,7 +44,9 @@ class Options:
     kv_bytes: memory for keys and values; None, what the device holds well.
     prefill_chunk: prompt ids between two looks for a cancel, where the rows of a forward are not fixed.
     prefill_rows: rows of a prefill forward; None, from the table.
-    form: of the cache; None, the fastest that works here.
+    form: of the cache; None, the fastest that passes the check at start.
+    switches: of the in-place form where *form* is given.
+    kernel_folder: where compiled kernels are kept; None, nowhere.
     """
 
     kv_bytes: int | None = None
@@ -51,6 +54,7 @@ class Options:
     prefill_rows: int | None = None
     form: str | None = None
     switches: Switches = Switches()
+    kernel_folder: Path | None = None
 
     @property
     def rows(self) -> int:
@@ -70,6 +74,7 @@ class Lane:
     pages: Pages
     page_bytes: int
     why: str
+    kernels: dict[str, str] = field(default_factory=dict)
 
 
 def build(loaded: LoadedModel, options: Options) -> tuple[SerialEngine, dict[str, Any]]:
@@ -94,6 +99,7 @@ def build(loaded: LoadedModel, options: Options) -> tuple[SerialEngine, dict[str
         "prefix_reuse": lane.forward.prefix_reuse,
         "pool": {"pages": lane.pages.count, "bytes": limit, "tokens": lane.forward.capacity},
         "why": lane.why,
+        "kernels": lane.kernels,
     }
     return SerialEngine(loaded, lane.forward, index, prefill_chunk=options.prefill_chunk), info
 
@@ -104,16 +110,25 @@ def _packed(loaded: LoadedModel, options: Options) -> Lane:
         packed = pack(loaded.model)
     except NotDenseError as error:
         return _module(loaded, options, str(error))
+    choice = self_check.choose(packed, prefill_rows=max(options.rows, PAGE), kernel_folder=options.kernel_folder)
+    if options.form:
+        choice = replace(choice, switches=options.switches, in_place=options.form == IN_PLACE)
     shape = Shape(len(packed.layers), packed.heads.kv_heads, packed.heads.dim, packed.dtype)
     pool = Pool(shape, _pages(loaded, shape, options))
     pages = Pages(pool.pages)
-    why = unserved(packed)
-    for form in (options.form,) if options.form else _forms(packed, options):
-        forward = _dense(packed, pool, form, options)
+    why = choice.why
+    for form in (IN_PLACE, TAIL_FORM) if choice.in_place else (TAIL_FORM,):
+        forward = _dense(packed, pool, form, options, choice.switches)
         off = distance(loaded, forward, pages)
         if off <= _CLOSE[loaded.dtype]:
             return Lane(
-                name="packed", form=form, forward=forward, pages=pages, page_bytes=shape.page_bytes, why=why
+                name="packed",
+                form=form,
+                forward=forward,
+                pages=pages,
+                page_bytes=shape.page_bytes,
+                why=why,
+                kernels=choice.kernels,
             )
         why = f"its packed form ({form}) differs from mlx-lm's module by {off:.2g} of the largest logit"
         _log.warning("%s: %s", loaded.name, why)
@@ -122,17 +137,10 @@ def _packed(loaded: LoadedModel, options: Options) -> Lane:
     return _module(loaded, options, why)
 
 
-def _dense(packed: Packed, pool: Pool, form: str, options: Options) -> Forward:
+def _dense(packed: Packed, pool: Pool, form: str, options: Options, switches: Switches) -> Forward:
     if form == IN_PLACE:
-        return DenseInPlace(packed, pool, prefill_rows=max(options.rows, PAGE), switches=options.switches)
+        return DenseInPlace(packed, pool, prefill_rows=max(options.rows, PAGE), switches=switches)
     return DenseTail(packed, pool, prefill_rows=options.rows)
-
-
-def _forms(packed: Packed, options: Options) -> tuple[str, ...]:
-    """The forms to be tried, the fastest first."""
-    if chosen(options.switches.kernels) is None or unserved(packed):
-        return (TAIL_FORM,)
-    return (IN_PLACE, TAIL_FORM)
 
 
 def _module(loaded: LoadedModel, options: Options, why: str) -> Lane:

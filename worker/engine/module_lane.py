@@ -206,6 +206,9 @@ class ModuleForward:
         """As in `Forward`."""
         return self._forward(tokens, tokens.shape[0], prompt=False)
 
+    def trace(self) -> None:
+        """As in `Forward`: nothing here is compiled ahead."""
+
     def settle(self) -> None:
         """As in `Forward`."""
         self._evaluate()

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import mlx.core as mx
 from mlx import nn
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from worker.kernels import rope_write
 from worker.kernels.matvec import Affine
@@ -126,6 +127,9 @@ def _check(text: Any) -> None:
         raise NotDenseError("its parts are not those of the dense family")
     if any(not _is_norm(norm) for norm in (inner.norm,)) or not inner.layers:
         raise NotDenseError("its norms are of another kind")
+    if any(type(cache) is not KVCache for cache in make_prompt_cache(text)):
+        # A window beyond the ids of a check at load would not show in its logits.
+        raise NotDenseError("some of its layers keep another cache than all keys and values")
     shapes = {_block_shape(block) for block in inner.layers}
     if len(shapes) > 1:
         raise NotDenseError("its layers differ in shape")

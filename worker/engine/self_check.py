@@ -68,6 +68,7 @@ class Sizes:
 class Choice:
     """What follows from the check.
 
+    why: what keeps the model off the in-place form, in words; empty if nothing does.
     in_place: whether kernels may write the pool; without it the tail form is used, and no kernel.
     kernels: for READY: each kernel's name, and "on" or why it is off.
     report: for `mtplx probe`: every figure.
@@ -75,6 +76,7 @@ class Choice:
 
     switches: Switches
     in_place: bool
+    why: str = ""
     kernels: dict[str, str] = field(default_factory=dict)
     report: dict[str, Any] = field(default_factory=dict)
 
@@ -98,7 +100,7 @@ def choose(
     """
     reason = "MLX runs on the CPU here" if chosen(Switches().kernels) is None else unserved(packed)
     if reason:
-        return Choice(switches=Switches(), in_place=False, report={"why": reason})
+        return Choice(switches=Switches(), in_place=False, why=reason, report={"why": reason})
     seconds: dict[str, float] = {}
     with _timed(seconds, "compile", clock):
         compiled = prepare(packed, prefill_rows, kernel_folder, sizes)
@@ -118,7 +120,8 @@ def choose(
         if state != ON:
             _log.warning("%s is switched off: %s", name, state)
     report["seconds"] = seconds
-    return Choice(switches=switches, in_place=in_place, kernels=kernels, report=report)
+    why = "" if in_place else "a kernel that it needs is switched off"
+    return Choice(switches=switches, in_place=in_place, why=why, kernels=kernels, report=report)
 
 
 def prepare(packed: Packed, prefill_rows: int, folder: Path | None, sizes: Sizes = Sizes()) -> int:

@@ -56,9 +56,7 @@ def reference(
     sums = pieces[: records * dim].reshape(rows.SPLITS, count, heads, dim)
     marks = pieces[records * dim :].reshape(rows.SPLITS, count, heads, 2)
     positions = meta[0] + rows.depths(count, tree)
-    cuts = mx.full(positions.shape, rows.FIRST_CUT, dtype=mx.int32)
-    for _ in range(20):
-        cuts = mx.where(positions >= cuts * rows.SPLITS, cuts * 2, cuts)
+    cuts = rows.FIRST_CUT * (positions // (rows.FIRST_CUT * rows.SPLITS) + 1)
     has = (mx.arange(rows.SPLITS)[:, None] <= positions // cuts)[:, :, None, None]
     best = mx.max(mx.where(has, marks[..., :1], -1e30), axis=0)
     weights = mx.where(has, mx.exp((marks[..., :1] - best) * math.log(2)), 0.0)

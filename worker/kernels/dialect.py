@@ -13,12 +13,15 @@ thread. A simdgroup is a warp: 32 lanes. The words:
   product that is added to something is written with them, so that a row's bits do not depend on how a kernel
   was unrolled.
 - `load2/4/8(p, o)`, `words1/2/4(p, o)`: consecutive elements of any float type, to float32, and of unsigned;
-  each run of them aligned to its size. `stream1/2/4(p, o)`: words that no other thread reads.
+  each run of them aligned to its size. `stream1/2/4(when, p, o)`: words that no other thread reads, if *when*.
 - `MMA(T, c, a0, a1, a2, a3, b0, b1)`: c += A B for a simdgroup, T a 16-bit type, two values a word, sums in float32. Lane
   4 g + t holds rows g (a0, a2) and g + 8 (a1, a3) of A [16, 16], columns 2 t, 2 t + 1 (a0, a1) and 8 more (a2, a3);
   of B [16, 8] rows 2 t, 2 t + 1 (b0) and 8 more (b1), column g; and of c [16, 8] rows g (c[0], c[1]) and g + 8,
   columns 2 t, 2 t + 1. All lanes take part. A matrix unit on CUDA; on Metal the same, spelled out and slow.
-- `UNPAIR(T, u, o)`, `PAIR_MUL(T, u, v)`: the two 16-bit values of a word to float32; products, rounded to T.
+- `RAW(v)`: a 16-bit value as ushort; `PAIR(T, a, b)`: two float32 as values of T in a word, a first.
+- `UNPAIR(T, u, o)`, `PAIR_MUL(T, u, v)`, `LOWS(u, v)`, `HIGHS(u, v)`: the two 16-bit values of a word to float32; their
+  products, rounded to T; the first, or the second ones of two words as a pair. `PART(u, m, c)`: (u & m) | c.
+- `FROM(u, l)`: lane l's word.
 - `tid`, `lane`, `sg`, `bx`, `by`, `bz`: thread in the group, lane in the simdgroup, simdgroup, group in the
   grid.
 
@@ -58,10 +61,10 @@ _CUDA_HEADER: Final = r"""
 #define EXP2(x) exp2f(x)
 #define EXP(x) expf(x)
 #define RSQRT(x) rsqrtf(x)
-#define COS(x) cosf(x)
-#define SIN(x) sinf(x)
+#define SINCOS(x, s, c) sincosf((x), &(s), &(c))
 #define MAX(a, b) fmaxf((a), (b))
 #define UNROLL _Pragma("unroll")
+#define ROLL _Pragma("unroll 1")
 typedef unsigned short ushort;
 typedef __nv_bfloat16 bf16;
 typedef __half f16;
@@ -86,10 +89,10 @@ _METAL_HEADER: Final = r"""
 #define EXP2(x) metal::precise::exp2(x)
 #define EXP(x) metal::precise::exp(x)
 #define RSQRT(x) metal::precise::rsqrt(x)
-#define COS(x) metal::precise::cos(x)
-#define SIN(x) metal::precise::sin(x)
+#define SINCOS(x, s, c) { s = metal::precise::sin(x); c = metal::precise::cos(x); }
 #define MAX(a, b) metal::max((a), (b))
 #define UNROLL _Pragma("clang loop unroll(full)")
+#define ROLL _Pragma("clang loop unroll(disable)")
 #define SUM32(v) simd_sum(v)
 #define MAX32(v) simd_max(v)
 typedef bfloat16_t bf16;
@@ -100,6 +103,7 @@ FN void two_f16(unsigned u, LOCAL(float) o) {
 
 # The words of kernels with a matrix: after the loads.
 _MATRIX: Final = r"""
+#define PAIR(T, a, b) pair((T)0.0f, (a), (b))
 #define UNPAIR(T, u, o) unpair((T)0.0f, (u), (o))
 #define PAIR_MUL(T, u, v) pair_mul((T)0.0f, (u), (v))
 FN void unpair(bf16, unsigned u, LOCAL(float) o) { two_bf16(u, o); }
@@ -118,20 +122,44 @@ FN void mma(T, float* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, uns
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1)); }
 MMA_OF(bf16, "bf16")
 MMA_OF(f16, "f16")
-#define STREAM "ld.global.nc.L1::no_allocate.L2::128B."
-FN void stream1(const unsigned* p, unsigned* o) { o[0] = p[0]; }
-FN void stream2(const unsigned* p, unsigned* o) {
-  asm volatile(STREAM "v2.u32 {%0,%1}, [%2];" : "=r"(o[0]), "=r"(o[1]) : "l"(p)); }
-FN void stream4(const unsigned* p, unsigned* o) {
-  asm volatile(STREAM "v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(o[0]), "=r"(o[1]), "=r"(o[2]), "=r"(o[3]) : "l"(p)); }
+FN ushort RAW(bf16 v) { return __bfloat16_as_ushort(v); }
+FN ushort RAW(f16 v) { return __half_as_ushort(v); }
+FN unsigned pair(bf16, float a, float b) {
+  const __nv_bfloat162 p = __floats2bfloat162_rn(a, b); return *(const unsigned*)&p; }
+FN unsigned pair(f16, float a, float b) {
+  const __half2 p = __floats2half2_rn(a, b); return *(const unsigned*)&p; }
+#define FROM(u, l) __shfl_sync(0xffffffffu, (u), (l))
+#define LOWS(u, v) __byte_perm((u), (v), 0x5410)
+#define HIGHS(u, v) __byte_perm((u), (v), 0x7632)
+FN unsigned PART(unsigned u, unsigned m, unsigned c) {
+  unsigned o; asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(o) : "r"(u), "r"(m), "r"(c)); return o; }
+#define STREAM(n, size) "{ .reg .pred p; setp.ne.b32 p, %" n ", 0; @p ld.global.nc.L1::no_allocate.L2::128B." size
+FN void stream1(bool when, const unsigned* p, unsigned* o) { if (when) o[0] = p[0]; }
+FN void stream2(bool when, const unsigned* p, unsigned* o) {
+  asm volatile(STREAM("3", "v2.u32 {%0,%1}, [%2]; }") : "+r"(o[0]), "+r"(o[1]) : "l"(p), "r"((int)when)); }
+FN void stream4(bool when, const unsigned* p, unsigned* o) {
+  asm volatile(STREAM("5", "v4.u32 {%0,%1,%2,%3}, [%4]; }")
+               : "+r"(o[0]), "+r"(o[1]), "+r"(o[2]), "+r"(o[3]) : "l"(p), "r"((int)when)); }
+"""
+
+# MLX writes the signature of a kernel: this is the one place where a word can be added to it.
+_CUDA_BOUND: Final = """
+#undef __global__
+#define __global__ __attribute__((global)) __launch_bounds__({})
 """
 
 # What CUDA has instructions for, spelled out.
 _METAL_MATRIX: Final = r"""
-#define stream1 words1
-#define stream2 words2
-#define stream4 words4
-#define LANE_OF(u, l) simd_shuffle((u), (ushort)(l))
+#define RAW(v) as_type<ushort>(v)
+FN unsigned pair(bf16, float a, float b) { return (unsigned)RAW((bf16)a) | (unsigned)RAW((bf16)b) << 16; }
+FN unsigned pair(f16, float a, float b) { return (unsigned)RAW((f16)a) | (unsigned)RAW((f16)b) << 16; }
+#define FROM(u, l) simd_shuffle((u), (ushort)(l))
+#define LOWS(u, v) (((u) & 0xffffu) | ((v) << 16))
+#define HIGHS(u, v) (((u) >> 16) | ((v) & 0xffff0000u))
+#define PART(u, m, c) (((u) & (m)) | (c))
+FN void stream1(bool when, GLOBAL(unsigned) p, LOCAL(unsigned) o) { if (when) words1(p, o); }
+FN void stream2(bool when, GLOBAL(unsigned) p, LOCAL(unsigned) o) { if (when) words2(p, o); }
+FN void stream4(bool when, GLOBAL(unsigned) p, LOCAL(unsigned) o) { if (when) words4(p, o); }
 #define MMA(T, c, ...) mma((T)0.0f, lane, (c), __VA_ARGS__)
 #define MATRIX_OF(T) \
 FN unsigned pair_mul(T kind, unsigned u, unsigned v) { \
@@ -142,10 +170,10 @@ FN void mma(T kind, int lane, LOCAL(float) c, \
   for (int k = 0; k < 4; k++) { \
     const int row = (lane & ~3) + k, column = (lane & 3) * 8 + k; \
     float x[4], y[4], p[4], q[4]; \
-    unpair(kind, LANE_OF(a0, row), x); unpair(kind, LANE_OF(a2, row), x + 2); \
-    unpair(kind, LANE_OF(a1, row), y); unpair(kind, LANE_OF(a3, row), y + 2); \
-    unpair(kind, LANE_OF(b0, column), p); unpair(kind, LANE_OF(b1, column), p + 2); \
-    unpair(kind, LANE_OF(b0, column + 4), q); unpair(kind, LANE_OF(b1, column + 4), q + 2); \
+    unpair(kind, FROM(a0, row), x); unpair(kind, FROM(a2, row), x + 2); \
+    unpair(kind, FROM(a1, row), y); unpair(kind, FROM(a3, row), y + 2); \
+    unpair(kind, FROM(b0, column), p); unpair(kind, FROM(b1, column), p + 2); \
+    unpair(kind, FROM(b0, column + 4), q); unpair(kind, FROM(b1, column + 4), q + 2); \
     for (int i = 0; i < 4; i++) { \
       c[0] = FMA(x[i], p[i], c[0]); c[1] = FMA(x[i], q[i], c[1]); \
       c[2] = FMA(y[i], p[i], c[2]); c[3] = FMA(y[i], q[i], c[3]); } } }
@@ -194,7 +222,8 @@ class Kernel:
 
     `defines` are preprocessor words of the body and their values: optional operands, and constants that are no
     integers. MLX copies an operand that is not row-contiguous, so one that is written in place has to be. `matrix`:
-    the body uses `MMA`, `UNPAIR`, `PAIR_MUL` or `stream`, for which CUDA needs a device of compute capability 8.0.
+    the body uses `MMA`, its neighbours, for which CUDA needs a device of compute capability 8.0.
+    `threads`: the most of a threadgroup, if the compiler shall give them no more registers than there are.
     """
 
     name: str
@@ -203,6 +232,7 @@ class Kernel:
     body: str
     defines: tuple[tuple[str, str], ...] = ()
     matrix: bool = False
+    threads: int = 0
 
     @property
     def header(self) -> str:
@@ -269,6 +299,8 @@ def header(kernel: Kernel, *, cuda: bool) -> str:
     words = (_CUDA_HEADER if cuda else _METAL_HEADER) + _LOADS
     if kernel.matrix:
         words += _MATRIX + (_CUDA_MATRIX if cuda else _METAL_MATRIX)
+    if kernel.threads and cuda:
+        words += _CUDA_BOUND.format(kernel.threads)
     return words + kernel.header
 
 

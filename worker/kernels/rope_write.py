@@ -18,18 +18,24 @@ import mlx.core as mx
 from worker.kernels import rows
 from worker.kernels.dialect import Kernel, Launch, chosen, number
 
-# One simdgroup turns one `head` of one `row`; attention has the same text before its own. LOAD reads the pairs to
-# raw_a and raw_b, TAKE hands them to TURN, which makes a and b, the pairs as they are stored.
+# One simdgroup turns one `head` of one `row`; attention has the same text before its own. PLACES: a lane's pairs
+# and their constants, the same for every head. LOAD reads the pairs to raw_a and raw_b, TAKE hands them to TURN,
+# which makes a and b, the pairs as they are stored.
 PLACES: Final = r"""
 const int each = (D / 2 + 31) / 32;
 int at_a[each], at_b[each];
-float raw_a[each], raw_b[each], a[each], b[each];
+float raw_a[each], raw_b[each], a[each], b[each], gain[4 * each], frequency[each];
 UNROLL for (int i = 0; i < each; i++) {
   const int p = lane + 32 * i;
   const bool turned = p < ROT / 2;
   at_a[i] = turned && !TRADITIONAL ? p : 2 * p;
   at_b[i] = turned && !TRADITIONAL ? p + ROT / 2 : 2 * p + 1;
   raw_a[i] = raw_b[i] = 0.0f;
+  if (turned) frequency[i] = constants[2 * D + p];
+  UNROLL for (int k = 0; k < 2; k++) if (NORM && p < D / 2) {
+    gain[4 * i + 2 * k] = constants[k * D + at_a[i]];
+    gain[4 * i + 2 * k + 1] = constants[k * D + at_b[i]];
+  }
 }
 """
 
@@ -52,14 +58,16 @@ UNROLL for (int i = 0; i < each; i++) squares = FMA(b[i], b[i], FMA(a[i], a[i], 
 if (NORM && !is_v) {
   const float scale = RSQRT(SUM32(squares) / D + EPS);
   UNROLL for (int i = 0; i < each; i++) if (lane + 32 * i < D / 2) {
-    a[i] = (float)(T)((float)(T)(a[i] * scale) * constants[(is_q ? 0 : D) + at_a[i]]);
-    b[i] = (float)(T)((float)(T)(b[i] * scale) * constants[(is_q ? 0 : D) + at_b[i]]);
+    a[i] = (float)(T)((float)(T)(a[i] * scale) * (is_q ? gain[4 * i] : gain[4 * i + 2]));
+    b[i] = (float)(T)((float)(T)(b[i] * scale) * (is_q ? gain[4 * i + 1] : gain[4 * i + 3]));
   }
 }
 if (!is_v) {
   const float position = (float)(length + DEPTH(row));
   UNROLL for (int i = 0; i < each; i++) if (lane + 32 * i < ROT / 2) {
-    const float angle = MUL(position, constants[2 * D + lane + 32 * i]), c = COS(angle), s = SIN(angle);
+    const float angle = MUL(position, frequency[i]);
+    float s, c;
+    SINCOS(angle, s, c);
     const float x = SCALED ? (float)(T)(a[i] * INPUT_SCALE) : a[i];
     const float y = SCALED ? (float)(T)(b[i] * INPUT_SCALE) : b[i];
     a[i] = FMA(x, c, -MUL(y, s));
