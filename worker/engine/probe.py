@@ -225,14 +225,18 @@ class Measured:
         """Milliseconds of a forward by rows and context: one ahead with and without our products, or waiting."""
         if not self._choice.in_place:
             return {"waiting": {str(at): self._waiting(at) for at in self._extent.contexts}}
+        ways = {"our products": Switches(), "MLX's products": Switches(matvec=False)}
+        if not self._choice.report["checks"]["matvec"]["ok"]:
+            del ways["our products"]
         return {
-            name: {str(at): self._ahead(at, Switches(matvec=on)) for at in self._extent.contexts}
-            for name, on in (("our products", True), ("MLX's products", False))
+            name: {str(at): self._ahead(at, switches) for at in self._extent.contexts}
+            for name, switches in ways.items()
         }
 
     def _ahead(self, context: int, switches: Switches) -> dict[str, float]:
+        lent = step_time.pools(self._packed, context + max(self._extent.rows))
         runs = {
-            str(rows): Stepper(self._packed, switches, rows=rows, context=context).run
+            str(rows): Stepper(self._packed, switches, lent, rows=rows, context=context).run
             for rows in self._extent.rows
         }
         return step_time.in_turns(runs, self._clock, repeats=self._extent.repeats)
