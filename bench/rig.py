@@ -26,7 +26,7 @@ from worker.engine.dense_in_place import DenseInPlace
 from worker.engine.engine import EngineRequest
 from worker.engine.forward import MAX_ROWS, rows_needed
 from worker.engine.load import LoadedModel
-from worker.engine.packed import pack
+from worker.engine.packed import Packed, pack
 from worker.engine.sample import Sampling
 from worker.engine.serial import SerialEngine
 from worker.engine.verify_bank import Switches
@@ -99,6 +99,7 @@ class Rig:
 
     shape: models.Shape
     loaded: LoadedModel
+    packed: Packed
     pool: Pool
     pages: Pages
     kernels: DenseInPlace
@@ -145,7 +146,7 @@ def rig_of(shape: models.Shape, model: Any, positions: int) -> Rig:
         DenseInPlace(packed, pool, prefill_rows=PREFILL_ROWS, switches=Switches(matvec=ours))
         for ours in (True, False)
     ]
-    return Rig(shape, models.loaded(shape, model), pool, Pages(pool.pages), *lanes)
+    return Rig(shape, models.loaded(shape, model), packed, pool, Pages(pool.pages), *lanes)
 
 
 def unheard(_done: int, _total: int) -> None:

@@ -63,12 +63,12 @@ def timed(where: Path, kernels: Path) -> tuple[float, str]:
 def main() -> None:
     """Be ready, and say when."""
     where = Path(sys.argv[1])
-    disk_cache.open_folder(where.parent)
+    kernels = disk_cache.open_folder(where.parent)
     module, config = load_model(where)
     shape = models.Shape(title="model", config=config, quantised="quantization" in config)
-    engine, info = build(models.loaded(shape, module), Options())
+    engine, info = build(models.loaded(shape, module), Options(kernel_folder=kernels))
     engine.warm_up()
-    print(json.dumps({"at": time.time(), "info": {key: info[key] for key in ("lane", "form", "why")}}))
+    print(json.dumps({"at": time.time(), "info": {key: info[key] for key in ("lane", "form", "why", "kernels")}}))
 
 
 if __name__ == "__main__":
