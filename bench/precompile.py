@@ -174,6 +174,8 @@ def main(site: Path, out: Path, arch: str, names: str) -> None:
     """Compile for a GPU that is elsewhere."""
     # Lanes ask what they would launch on.
     dialect.target = lambda: "cuda"
+    out.mkdir(parents=True, exist_ok=True)
+    dialect.keep_texts(out)
     modules: dict[str, Module] = {}
     for name in names.split(","):
         before = len(modules)

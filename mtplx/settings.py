@@ -60,7 +60,7 @@ class Settings:
     batch_wait_ms: int = _setting(0, "Always 0: there is no gather window.")
     batching_preset: str = _setting("solo", "solo or latency; batched presets are refused.")
     run_dir: Path = _setting(paths.default_run, "Folder of sockets and lock, mode 0700.")
-    cache_dir: Path = _setting(_default_cache, "Folder of pulled models.")
+    cache_dir: Path = _setting(_default_cache, "Folder of pulled models and compiled kernels.")
     front: str = _setting("", "Endpoint for producers (ipc:// or loopback tcp://); default in run_dir.")
     back: str = _setting("", "Endpoint for the worker; default in run_dir.")
     queue_jobs: int = _setting(1000, "Jobs that may wait; more are refused with a retry hint.")

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
+import mlx.core as mx
+
 from worker.engine import build as lanes
 from worker.engine.build import Options
 from worker.engine.engine import Cancelled, Engine, EngineRequest, Figures
@@ -15,7 +17,9 @@ from worker.kv.pages import PAGE, Pages
 from worker.kv.prefix import PrefixIndex
 
 Form = Literal["tail", "in place"]
-# Pages of a pool that no test fills.
+# Those that work on this device without more ado.
+FORMS: tuple[Form, ...] = ("tail",) if mx.default_device() == mx.cpu else ("tail", "in place")
+# Pages of a pool that no single request fills.
 PLENTY = 32
 
 
@@ -23,13 +27,14 @@ PLENTY = 32
 class Built:
     """An engine with its books, which are None where it has none.
 
-    reuses: whether a request may begin with rows of an earlier one.
+    reuses: whether a request may begin with rows of an earlier one. align: it does so in multiples of this.
     """
 
     engine: Engine
     pages: Pages | None = None
     index: PrefixIndex | None = None
     reuses: bool = False
+    align: int = 1
 
     def check_idle(self) -> None:
         """Prove that no request holds a page and that the books are right."""
@@ -78,7 +83,7 @@ def build(
         index = engine.index = PrefixIndex(
             index.pages, page_bytes=1, limit_bytes=stored, align=options.prefill_rows or 1
         )
-    return Built(engine, index.pages, index)
+    return Built(engine, index.pages, index, info["prefix_reuse"], info["prefill_rows"])
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,10 @@ class Story:
         self._note(order.request, got)
         return got
 
+    def whole(self, rows: int) -> int:
+        """What of so many rows can be reused: whole prefill forwards."""
+        return rows // self.warm.align * self.warm.align
+
     def _check_reuse(self, request: EngineRequest, got: Answer) -> None:
         cached, exact = got.figures.cached_tokens, got.figures.prefix_exact
         if request.cache is False or not self.warm.reuses:
@@ -79,7 +83,8 @@ class Story:
         assert not exact or cached <= most_exact
         if self.roomy:
             sure = self._longest(request, lambda past: past.sure if answers else past.sure_exact)
-            assert cached >= sure // PAGE * PAGE, "full pages are found"
+            assert cached >= self.whole(sure // PAGE * PAGE), "full pages are found"
+        assert cached == self.whole(cached)
 
     def _longest(self, request: EngineRequest, rows) -> int:
         """The longest beginning of the prompt, its last id left out, within the *rows* of what the owner left."""

@@ -83,6 +83,13 @@ def test_greedy_ids_are_those_of_mlx_lm_for_prompts_around_every_page_edge(model
         assert model.ids(wanted.request, chunk) == wanted.ids, (length, chunk, tokens)
 
 
+def test_a_warm_up_changes_no_answer(model):
+    engine = build(model.loaded).engine
+    engine.warm_up()
+    wanted = case(model.loaded, 33, BRIEF, seed=0)
+    assert answer(engine, wanted.request).ids == wanted.ids
+
+
 @pytest.mark.parametrize("model", SAMPLED, indirect=True)
 def test_sampled_ids_are_those_of_the_reference_engine_with_the_same_seed(model):
     reference = ReferenceEngine(model.loaded)

@@ -12,9 +12,9 @@ import pytest
 from kernels import standin
 from kernels.oracle import TYPES, History, attention, bits, close, draw, paths, random_tree, same, wide
 
-from worker.kernels import attention as first
 from worker.kernels import attention_combine as second
-from worker.kernels import attention_mma, rope_write, rows
+from worker.kernels import attention_fma, attention_mma, rope_write, rows
+from worker.kernels.attention import attend
 from worker.kernels.dialect import Launch
 from worker.kernels.rope_write import Heads
 
@@ -32,7 +32,7 @@ class Shape:
 
     @property
     def first(self) -> Callable[..., Launch]:
-        return attention_mma.launch if self.mma else first.launch
+        return attention_mma.launch if self.mma else attention_fma.launch
 
     @property
     def plain(self) -> Heads:
@@ -86,7 +86,7 @@ def check(shape: Shape, length: int, parents: list[int] | None, count: int, seed
     close(run(shape, q, known, length, new, tree), want)
     pool, meta = known.pool(length, [])
     table = rope_write.constants(shape.plain, None, None, None)
-    plain, written = first.attend(packed(q, known, new), table, pool, meta, shape.plain, tree, use_kernel=False)
+    plain, written = attend(packed(q, known, new), table, pool, meta, shape.plain, tree, use_kernel=False)
     close(plain, want)
     written_rows_are_there(pool, written, known, length, new, meta)
 
@@ -140,7 +140,7 @@ def test_the_pieces_can_be_joined_by_plain_operations() -> None:
     heads = Heads(heads=2, kv_heads=1, dim=64, rotated=0)
     table = rope_write.constants(heads, None, None, None)
     qkv = packed(q, known, range(300, 304))
-    pieces, _ = standin.run(first.launch(qkv, table, pool, meta, heads), written="pool")
+    pieces, _ = standin.run(attention_fma.launch(qkv, table, pool, meta, heads), written="pool")
     close(
         second.attention_combine(pieces, meta, q.shape, q.dtype, use_kernel=False),
         wide(run(Shape(2, 1, 64, "float32"), q, known, 300, range(300, 304))),
@@ -174,7 +174,7 @@ def test_rows_are_turned_and_written_as_rope_write_does_bit_for_bit(heads, dtype
     rest = want[:, :, slots].transpose(2, 0, 1, 3).reshape(count, -1, heads.dim)
     turned = mx.concatenate([q, rest], axis=1).reshape(count, -1)
     still = replace(heads, rotated=0, norm_eps=None, input_scale=1.0)
-    for launch in (first.launch, attention_mma.launch):
+    for launch in (attention_fma.launch, attention_mma.launch):
         if launch is attention_mma.launch and not attention_mma.supported(qkv, heads):
             continue
         outs = []

@@ -17,8 +17,8 @@ from kernels.oracle import draw
 import worker.kernels
 from worker.kernels import (
     add_norm,
-    attention,
     attention_combine,
+    attention_fma,
     attention_mma,
     matvec,
     move_rows,
@@ -36,7 +36,7 @@ HEADS = Heads(heads=4, kv_heads=1, dim=128, rotated=128, norm_eps=1e-6)
 META = mx.array([3, 1, 0, 0, 0, 0, 0, 0], dtype=mx.int32)
 LIMIT = 32 * 1024
 SIZES = {"QUAD": 16, "float": 4, "int": 4}
-IN_PLACE = {"rope_write", "attention", "attention_mma", "move_rows"}
+IN_PLACE = {"rope_write", "attention_fma", "attention_mma", "move_rows"}
 
 
 def random() -> np.random.Generator:
@@ -55,7 +55,7 @@ def turn(tree: mx.array | None) -> Launch:
 def attend(dim: int, count: int, tree: mx.array | None) -> Launch:
     heads = Heads(heads=4, kv_heads=1, dim=dim, rotated=dim, norm_eps=1e-6)
     table = rope_write.constants(heads, mx.ones((dim // 2,)), some(dim), some(dim))
-    return attention.launch(some(count, 6 * dim), table, some(2, 1, 64, dim), META, heads, tree)
+    return attention_fma.launch(some(count, 6 * dim), table, some(2, 1, 64, dim), META, heads, tree)
 
 
 def attend_mma(dim: int, count: int, tree: mx.array | None) -> Launch:
@@ -81,7 +81,7 @@ EXAMPLES: dict[str, list[Callable[[], Launch]]] = {
     "add_norm": [lambda: add_norm.launch(some(2, 4096), some(2, 4096), some(4096), 1e-5)],
     "swiglu": [lambda: swiglu.launch(some(2, 256))],
     "rope_write": [lambda: turn(None), lambda: turn(TREE)],
-    "attention": [
+    "attention_fma": [
         lambda: attend(128, 16, None),
         lambda: attend(128, 8, TREE),
         lambda: attend(256, 16, None),

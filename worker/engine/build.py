@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from worker.engine import self_check
 from worker.engine.dense_in_place import DenseInPlace
@@ -26,9 +27,11 @@ from worker.kv.prefix import Opened, PrefixIndex
 
 _log = logging.getLogger(__name__)
 
-# Rows of a prefill forward. On the CPU a row comes out the same however many there are; elsewhere products of one
-# shape keep warm and cold runs equal, and how long a short prompt takes bounds the count.
-PREFILL_ROWS: Final = {"cpu": 1, "metal": 64, "cuda": 128}
+# Rows of a prefill forward, for models up to a size and beyond. On the CPU a row comes out the same however many
+# there are. Elsewhere products of one shape keep warm and cold runs equal: few rows make a short prompt fast, many a
+# long one, and a small model is done with either sooner than the host has asked for it.
+PREFILL_ROWS: Final = {"cpu": (1, 1), "metal": (128, 64), "cuda": (512, 256)}
+SMALL_BYTES: Final = 2 * 10**9
 
 IN_PLACE: Final = "in place"
 TAIL_FORM: Final = "tail"
@@ -56,16 +59,19 @@ class Options:
     switches: Switches = Switches()
     kernel_folder: Path | None = None
 
-    @property
-    def rows(self) -> int:
-        """Rows of a prefill forward on this device."""
-        return self.prefill_rows or PREFILL_ROWS[device_name()]
+    def rows(self, loaded: LoadedModel) -> int:
+        """Rows of a prefill forward of this model on this device."""
+        small, large = PREFILL_ROWS[device_name()]
+        weights = sum(weight.nbytes for _, weight in tree_flatten(loaded.model.parameters()))
+        return self.prefill_rows or (small if weights <= SMALL_BYTES else large)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """A lane with its books. name: "packed" or "module"; form: of its cache; why: what keeps it off the fast path
-    in words, empty if nothing does.
+    """A lane with its books.
+
+    name: "packed" or "module". form: of its cache. why: what keeps it off the fast path, empty if nothing does.
+    kernels: each kernel's name, and "on" or why it is off.
     """
 
     name: str
@@ -110,15 +116,16 @@ def _packed(loaded: LoadedModel, options: Options) -> Lane:
         packed = pack(loaded.model)
     except NotDenseError as error:
         return _module(loaded, options, str(error))
-    choice = self_check.choose(packed, prefill_rows=max(options.rows, PAGE), kernel_folder=options.kernel_folder)
+    rows = options.rows(loaded)
+    choice = self_check.choose(packed, prefill_rows=max(rows, PAGE), kernel_folder=options.kernel_folder)
     if options.form:
         choice = replace(choice, switches=options.switches, in_place=options.form == IN_PLACE)
     shape = Shape(len(packed.layers), packed.heads.kv_heads, packed.heads.dim, packed.dtype)
-    pool = Pool(shape, _pages(loaded, shape, options))
+    pool = Pool(shape, _pages(loaded, shape, options, rows))
     pages = Pages(pool.pages)
     why = choice.why
     for form in (IN_PLACE, TAIL_FORM) if choice.in_place else (TAIL_FORM,):
-        forward = _dense(packed, pool, form, options, choice.switches)
+        forward = _dense(packed, pool, form, rows, choice.switches)
         off = distance(loaded, forward, pages)
         if off <= _CLOSE[loaded.dtype]:
             return Lane(
@@ -137,14 +144,16 @@ def _packed(loaded: LoadedModel, options: Options) -> Lane:
     return _module(loaded, options, why)
 
 
-def _dense(packed: Packed, pool: Pool, form: str, options: Options, switches: Switches) -> Forward:
+def _dense(packed: Packed, pool: Pool, form: str, rows: int, switches: Switches) -> Forward:
     if form == IN_PLACE:
-        return DenseInPlace(packed, pool, prefill_rows=max(options.rows, PAGE), switches=switches)
-    return DenseTail(packed, pool, prefill_rows=options.rows)
+        return DenseInPlace(packed, pool, prefill_rows=max(rows, PAGE), switches=switches)
+    return DenseTail(packed, pool, prefill_rows=rows)
 
 
 def _module(loaded: LoadedModel, options: Options, why: str) -> Lane:
-    forward = module_lane(loaded, asked=options.kv_bytes, prefill_rows=options.rows, chunk=options.prefill_chunk)
+    forward = module_lane(
+        loaded, asked=options.kv_bytes, prefill_rows=options.rows(loaded), chunk=options.prefill_chunk
+    )
     reasons = "; ".join(reason for reason in (why, forward.why) if reason)
     form = "pages" if forward.page_bytes else "mlx-lm"
     return Lane(
@@ -157,12 +166,12 @@ def _module(loaded: LoadedModel, options: Options, why: str) -> Lane:
     )
 
 
-def _pages(loaded: LoadedModel, shape: Shape, options: Options) -> int:
+def _pages(loaded: LoadedModel, shape: Shape, options: Options, rows: int) -> int:
     need = Need(
         page_bytes=shape.page_bytes,
         context=loaded.context,
-        prefill_rows=options.rows,
-        reserve=prefill_bytes(options.rows if options.rows > 1 else options.prefill_chunk, loaded.width),
+        prefill_rows=rows,
+        reserve=prefill_bytes(rows if rows > 1 else options.prefill_chunk, loaded.width),
     )
     return pool_pages(options.kv_bytes, room(), need)
 

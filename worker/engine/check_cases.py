@@ -42,7 +42,10 @@ class Case(Protocol):
         """What the kernel gives, not yet computed. The pool is written when the output is."""
 
     def want(self) -> Result:
-        """The same by plain operations."""
+        """The same by plain operations, and computed as exactly as these allow."""
+
+    def plain(self) -> mx.array:
+        """What would be computed in the kernel's stead, not yet computed."""
 
 
 def cases(packed: Packed, prefill_rows: int, sizes: Sequence[int], contexts: Sequence[int]) -> Iterator[Case]:
@@ -140,8 +143,25 @@ class Product:
         """As in `Case`."""
         return self.rows.plain()[: self.count], None
 
+    def plain(self) -> mx.array:
+        """As in `Case`."""
+        x, extras = self.rows.part(0, self.count)
+        return matvec(x, self.rows.weight, extras, use_kernel=False)
 
-class _Paged:
+
+class _Plain:
+    """A case whose plain operations are those of the other path."""
+
+    def want(self) -> Result:
+        """As in `Case`."""
+        raise NotImplementedError
+
+    def plain(self) -> mx.array:
+        """As in `Case`."""
+        return self.want()[0]
+
+
+class _Paged(_Plain):
     """A pool with *length* rows behind a shuffled table with room for *count* more."""
 
     kernel: str
@@ -217,7 +237,7 @@ class Read(_Paged):
         return read_pages.reference(self.pool(), self.meta, self.length), None
 
 
-class Activation:
+class Activation(_Plain):
     """SwiGLU of *count* rows."""
 
     kernel: Final = "swiglu"

@@ -1,8 +1,8 @@
 """The packed lane in the tail form: official operations only, nothing is written in place while it may be read.
 
 The pool holds the rows below `folded`; the rows from there on lie in a small tail per layer, which slice_update
-may copy whenever it likes. Attention reads both, joined: one copy of the context a step, as mlx-lm's own loop makes
-it when it updates its cache ahead of the device, and MLX's fused attention over it.
+may copy whenever it likes. Attention reads both, joined: one copy of the context a step, as mlx-lm's own loop
+makes it when it updates its cache ahead of the device, and MLX's fused attention over it.
 """
 
 from __future__ import annotations

@@ -120,6 +120,8 @@ def choose(
         if state != ON:
             _log.warning("%s is switched off: %s", name, state)
     report["seconds"] = seconds
+    # Pools and rows of the check are of no more use, and the pool is sized by what is free.
+    mx.clear_cache()
     why = "" if in_place else "a kernel that it needs is switched off"
     return Choice(switches=switches, in_place=in_place, why=why, kernels=kernels, report=report)
 

@@ -27,20 +27,35 @@ _STEPS: Final = 16
 _REPEATS: Final = 7
 
 
-class Stepper:
-    """The step of *rows* rows behind *context* positions, over pools of its own; tokens are the likeliest ones.
+def pools(packed: Packed, positions: int) -> list[mx.array]:
+    """Pools of the model for one sequence of *positions*, all zeros."""
+    shape = (2, packed.heads.kv_heads, max(7, pages_for(positions)) * PAGE, packed.heads.dim)
+    made = [mx.zeros(shape, dtype=packed.dtype) for _ in packed.layers]
+    mx.eval(made)
+    return made
 
-    The row written is the same one in every step: order comes from the tokens.
+
+class Stepper:
+    """The step of *rows* rows behind *context* positions; tokens are the likeliest ones.
+
+    The rows written are the same ones in every step: order comes from the tokens. So the *pools* may be lent to
+    several, one at a time; they have room for context and rows.
     """
 
-    def __init__(self, packed: Packed, switches: Switches, *, rows: int = 1, context: int = CONTEXT) -> None:
-        heads, pages = packed.heads, max(7, pages_for(context + rows))
-        shape = (2, heads.kv_heads, pages * PAGE, heads.dim)
+    def __init__(
+        self,
+        packed: Packed,
+        switches: Switches,
+        pools: list[mx.array],
+        *,
+        rows: int = 1,
+        context: int = CONTEXT,
+    ) -> None:
         self._bank = VerifyBank(packed, switches)
-        self._pools = [mx.zeros(shape, dtype=packed.dtype) for _ in packed.layers]
-        self._meta = mx.array([context, *range(pages)], dtype=mx.int32)
+        self._pools = pools
+        self._meta = mx.array([context, *range(pools[0].shape[2] // PAGE)], dtype=mx.int32)
         self._tokens = mx.zeros((rows,), dtype=mx.uint32)
-        mx.eval(self._pools, self._meta, self._tokens)
+        mx.eval(self._meta, self._tokens)
 
     def run(self, steps: int) -> None:
         """Steps, each built while the one before it runs; done on return."""
@@ -80,8 +95,10 @@ def compare(
     packed: Packed, switches: Switches, group: str, clock: Callable[[], float], *, repeats: int = _REPEATS
 ) -> dict[str, float]:
     """Milliseconds a step of one row with *group* "on" and "off", all else as *switches* say."""
+    lent = pools(packed, CONTEXT + 1)
     steppers = {
-        name: Stepper(packed, replace(switches, **{group: on})) for name, on in (("on", True), ("off", False))
+        name: Stepper(packed, replace(switches, **{group: on}), lent)
+        for name, on in (("on", True), ("off", False))
     }
     return in_turns({name: stepper.run for name, stepper in steppers.items()}, clock, repeats=repeats)
 

@@ -97,6 +97,7 @@ class Trial:
         dtype: of its activations.
         layers: each has its own pool.
         use_kernel: as in `attend`.
+        ahead: whether a step is built while the one before it runs.
     """
 
     def __init__(
@@ -107,12 +108,14 @@ class Trial:
         *,
         layers: int = LAYERS,
         use_kernel: bool | None = None,
+        ahead: bool = True,
     ) -> None:
         self._heads = heads
         self._constants = table
         self._dtype = dtype
         self._layers = layers
         self._use_kernel = use_kernel
+        self._ahead = ahead
         self._in_place = chosen(use_kernel) is not None
         width = heads.heads * heads.dim
         joint = (heads.heads + 2 * heads.kv_heads) * heads.dim
@@ -153,7 +156,9 @@ class Trial:
             meta, read, *rest = self._compiled_for(step.rows)(x, new, meta, more, *pools)
             layers, pools[:] = rest[: 2 * self._layers], rest[2 * self._layers :] or pools
             mx.async_eval(meta, read, *layers)  # type: ignore[no-untyped-call]
-            if mark is not None:
+            if not self._ahead:
+                mx.eval(read, layers)
+            elif mark is not None:
                 mark.item()
             made.append(layers)
             x, mark = layers[-1], read

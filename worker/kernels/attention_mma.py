@@ -19,7 +19,7 @@ from typing import Final
 
 import mlx.core as mx
 
-from worker.kernels import attention, rope_write, rows
+from worker.kernels import attention_piece, rope_write, rows
 from worker.kernels.dialect import Kernel, Launch
 from worker.kernels.rope_write import Heads
 
@@ -273,10 +273,10 @@ def _spelt(text: str) -> str:
 
 BODY: Final = (
     _HEAD
-    + attention.PIECE
+    + attention_piece.PIECE
     + _spelt(_STEPS + _START)
-    + attention.PATHS
-    + attention.PROLOGUE
+    + attention_piece.PATHS
+    + attention_piece.PROLOGUE
     + _spelt(_LOOP)
     + _spelt(_JOIN)
 )
@@ -294,23 +294,14 @@ def launch(  # noqa: PLR0917 - the operands of the contract, in its order
     qkv: mx.array, table: mx.array, pool: mx.array, meta: mx.array, heads: Heads, tree: mx.array | None = None
 ) -> Launch:
     """The first pass on the operands of the contract; *table* holds the constants."""
-    rows.check_meta(meta)
-    count, sixteens = qkv.shape[0], -(-qkv.shape[0] * heads.heads // heads.kv_heads // 16)
+    sixteens = -(-len(qkv) * heads.heads // heads.kv_heads // 16)
     tile = 16 * min(sixteens, 2)
-    threads = 8 * tile
     operands = rope_write.operands(qkv, table, pool, meta, tree)
-    kernel = Kernel(
-        "attention_mma",
-        tuple(operands),
-        "pieces",
-        BODY,
-        (*attention.words(heads, tree), *WORDS),
-        matrix=True,
+    words = (*attention_piece.words(heads, tree), *WORDS)
+    kernel = Kernel("attention_mma", tuple(operands), "pieces", BODY, words, matrix=True)
+    return attention_piece.launch_of(
+        kernel, operands, heads, tile, (-(-sixteens * 16 // tile), rows.SPLITS, heads.kv_heads)
     )
-    template = (("T", qkv.dtype), *rope_write.shape(heads), ("R", count), ("TILE", tile), ("THREADS", threads))
-    groups = (-(-sixteens * 16 // tile), rows.SPLITS, heads.kv_heads)
-    shape = (rows.SPLITS * count * heads.heads * (heads.dim + 2),)
-    return Launch(kernel, tuple(operands.values()), template, groups, threads, shape, mx.float32)
 
 
 def supported(qkv: mx.array, heads: Heads) -> bool:

@@ -36,9 +36,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any, Final, cast
 
 import mlx.core as mx
+
+from worker.kernels.text import compact, in_file, needed
 
 PAGE: Final = 32
 """Positions of a page; also the keys of an attention tile."""
@@ -299,9 +302,16 @@ def header(kernel: Kernel, *, cuda: bool) -> str:
     words = (_CUDA_HEADER if cuda else _METAL_HEADER) + _LOADS
     if kernel.matrix:
         words += _MATRIX + (_CUDA_MATRIX if cuda else _METAL_MATRIX)
-    if kernel.threads and cuda:
-        words += _CUDA_BOUND.format(kernel.threads)
-    return words + kernel.header
+    own = (_CUDA_BOUND.format(kernel.threads) if kernel.threads and cuda else "") + kernel.header
+    return compact(needed(words, own + kernel.body) + own)
+
+
+def keep_texts(folder: Path) -> None:
+    """Put the texts of kernels that are built from now on into files of *folder*, on CUDA."""
+    _texts[:] = [folder]
+
+
+_texts: list[Path] = []
 
 
 @cache
@@ -309,12 +319,16 @@ def build(kernel: Kernel, kind: str) -> Callable[..., list[mx.array]]:
     """MLX's callable for *kernel* on *kind*; made once."""
     cuda = kind == "cuda"
     make = mx.fast.cuda_kernel if cuda else mx.fast.metal_kernel
+    before = header(kernel, cuda=cuda)
+    source = compact((_CUDA_PROLOGUE if cuda else _METAL_PROLOGUE) + _UNUSED + kernel.body)
+    if cuda and _texts:
+        before, source = in_file(before, _texts[-1], "h"), in_file(source, _texts[-1], "cu")
     made: Any = make(
         name=kernel.label,
         input_names=list(kernel.inputs),
         output_names=[kernel.output],
-        header=header(kernel, cuda=cuda),
-        source=(_CUDA_PROLOGUE if cuda else _METAL_PROLOGUE) + _UNUSED + kernel.body,
+        header=before,
+        source=source,
     )
     return cast("Callable[..., list[mx.array]]", made)
 

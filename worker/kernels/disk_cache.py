@@ -29,7 +29,7 @@ import mlx.core as mx
 
 from mtplx.settings import kernel_folder
 from worker.kernels import nvrtc
-from worker.kernels.dialect import Launch, target
+from worker.kernels.dialect import Launch, keep_texts, target
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +85,7 @@ def open_folder(cache_dir: Path) -> Path | None:
     except OSError as error:
         _log.debug("kernels are not kept in %s: %s", folder, error)
         return None
+    keep_texts(folder)
     return folder
 
 

@@ -121,6 +121,11 @@ class Heads:
     norm_eps: float | None = None
     scale: float | None = None
 
+    @property
+    def score_scale(self) -> float:
+        """What scores are multiplied with."""
+        return self.dim**-0.5 if self.scale is None else self.scale
+
 
 def constants(
     heads: Heads, frequencies: mx.array | None, q_norm: mx.array | None, k_norm: mx.array | None
