@@ -16,6 +16,8 @@ from typing import Final
 
 _NAMES: Final = re.compile(r"#define (\w+)|FN \w+ (\w+)\(|typedef [^;]*?(\w+);")
 _WORDS: Final = re.compile(r"\w+")
+# The beginning of a name that the preprocessor puts together.
+_PASTED: Final = re.compile(r"(\w+)##")
 # Around these a space means nothing outside of directives; around operators it can, as in `a / *b`.
 _SPACES: Final = re.compile(r" *([,;{}()\[\]?]) *")
 
@@ -32,14 +34,16 @@ def needed(header: str, body: str) -> str:
     """Those definitions of *header* that *body* uses, directly or through another."""
     units = _units(header)
     kept: set[int] = set()
-    words = set(_WORDS.findall(body))
+    words, pasted = set(_WORDS.findall(body)), set(_PASTED.findall(body))
     found = True
     while found:
         found = False
         for place, unit in enumerate(units):
-            if place not in kept and unit.names & words:
+            used = unit.names & words or any(name.startswith(tuple(pasted)) for name in unit.names)
+            if place not in kept and used:
                 kept.add(place)
                 words |= set(_WORDS.findall(unit.text))
+                pasted |= set(_PASTED.findall(unit.text))
                 found = True
     return "".join(units[place].text for place in sorted(kept))
 
