@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import models
 import rig
 import start
-from report import RESULTS, Figure, commit, save, write
+from report import RESULTS, Figure, commit, machine, save, write
 
 from worker.engine.sample import Sampling
 from worker.engine.self_check import prepare
@@ -106,7 +106,7 @@ class Report:
         path = RESULTS / f"{self.name}.json"
         if path.exists():
             report = json.loads(path.read_text())
-            if (report["commit"], report["machine"].split(",")[0]) == (commit(), device().split(",")[0]):
+            if (report["commit"], report["machine"]) == (commit(), machine(device())):
                 self.figures = {one["name"]: Figure(**one) for one in report["figures"]}
 
     def save(self) -> None:
