@@ -16,6 +16,9 @@ from typing import Final
 
 _NAMES: Final = re.compile(r"#define (\w+)|FN \w+ (\w+)\(|typedef [^;]*?(\w+);")
 _WORDS: Final = re.compile(r"\w+")
+# The beginning of a name that a macro makes: `two_##T`.
+_PASTED: Final = re.compile(r"(\w+)##")
+_STRINGS: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
 # Around these a space means nothing outside of directives; around operators it can, as in `a / *b`.
 _SPACES: Final = re.compile(r" *([,;{}()\[\]?]) *")
 
@@ -32,14 +35,17 @@ def needed(header: str, body: str) -> str:
     """Those definitions of *header* that *body* uses, directly or through another."""
     units = _units(header)
     kept: set[int] = set()
-    words = set(_WORDS.findall(body))
+    words, begun = set(_WORDS.findall(body)), set(_PASTED.findall(body))
     found = True
     while found:
         found = False
         for place, unit in enumerate(units):
-            if place not in kept and unit.names & words:
+            if place not in kept and (
+                unit.names & words or any(name.startswith(tuple(begun)) for name in unit.names)
+            ):
                 kept.add(place)
                 words |= set(_WORDS.findall(unit.text))
+                begun |= set(_PASTED.findall(unit.text))
                 found = True
     return "".join(units[place].text for place in sorted(kept))
 
@@ -78,12 +84,13 @@ def in_file(text: str, folder: Path, suffix: str) -> str:
 
 
 def _units(header: str) -> list[_Unit]:
-    """The definitions of *header*, in order. A macro that defines functions brings their names where it is used."""
+    """The definitions of *header*, in order. A macro that defines functions brings their names where it stands."""
     units: list[_Unit] = []
     text = ""
     for line in header.splitlines(keepends=True):
         text += line
-        if line.endswith("\\\n") or text.count("{") != text.count("}") or not text.strip():
+        bare = _STRINGS.sub("", text)
+        if line.endswith("\\\n") or bare.count("{") != bare.count("}") or not text.strip():
             continue
         names = {name for match in _NAMES.findall(text) for name in match if name}
         called = re.match(r"(\w+)\(", text)
