@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from worker.engine.build import distance
 from worker.engine.dense_in_place import DenseInPlace
 from worker.engine.engine import EngineRequest
-from worker.engine.forward import MAX_ROWS, rows_needed
+from worker.engine.forward import MAX_ROWS, Forward, rows_needed
 from worker.engine.load import LoadedModel
 from worker.engine.packed import Packed, pack
 from worker.engine.sample import Sampling
@@ -70,7 +70,7 @@ def interleaved(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, 
 class Placed:
     """A lane whose prompts lie in the pool already: reading one computes the row of its last id only."""
 
-    def __init__(self, lane: DenseInPlace) -> None:
+    def __init__(self, lane: Forward) -> None:
         self.row_invariant = lane.row_invariant
         self.prefill_rows = lane.prefill_rows
         self.capacity = lane.capacity
@@ -84,7 +84,7 @@ class Placed:
     def begin(self, opened: Opened) -> None:
         """As in `Forward`."""
         self._opened = opened
-        self._lane.begin(opened)
+        self._lane.begin(replace(opened, cached=len(opened.ids) - 1))
 
     def read(self, ids: Sequence[int], last: bool) -> mx.array | None:
         """As in `Forward`, but for the rows, which are there."""
@@ -166,22 +166,22 @@ def decode(engine: SerialEngine, context: int, sampling: Sampling, tokens: int) 
     return (stamps[-1] - stamps[SKIP]) / (tokens - 1 - SKIP) * 1e3
 
 
-def caches(model: Any, context: int) -> list[Any]:
+def caches(model: Any, context: int, dtype: mx.Dtype = mx.bfloat16) -> list[Any]:
     """mlx-lm's caches with *context* random rows."""
     held = make_prompt_cache(model)
     config = model.args
     dim = config.head_dim or config.hidden_size // config.num_attention_heads
     size = (1, config.num_key_value_heads, max(CACHE_STEP, -(-context // CACHE_STEP) * CACHE_STEP), dim)
     for cache in held:
-        cache.keys, cache.values = (mx.random.normal(size).astype(mx.bfloat16) for _ in range(2))
+        cache.keys, cache.values = (mx.random.normal(size).astype(dtype) for _ in range(2))
         cache.offset = context
         mx.eval(cache.keys, cache.values)
     return held
 
 
-def decode_mlx(model: Any, context: int, tokens: int) -> float:
+def decode_mlx(model: Any, context: int, tokens: int, dtype: mx.Dtype = mx.bfloat16) -> float:
     """Milliseconds a token of mlx-lm's generate_step at *context*."""
-    held = caches(model, context - 1)
+    held = caches(model, context - 1, dtype)
     steps = generate_step(mx.array([5]), model, max_tokens=tokens, prompt_cache=held)
     stamps = [time.perf_counter() for _ in steps]
     return (stamps[-1] - stamps[SKIP]) / (tokens - 1 - SKIP) * 1e3

@@ -27,7 +27,7 @@ class SerialEngine:
         self, loaded: LoadedModel, forward: Forward, index: PrefixIndex, *, prefill_chunk: int = 512
     ) -> None:
         self._loaded = loaded
-        self._forward = forward
+        self.forward = forward
         self.index = index
         # Where rows are aligned the lane says how many a forward reads; else only the wait for a cancel matters.
         self._chunk = forward.prefill_rows if forward.prefill_rows > 1 else prefill_chunk
@@ -40,7 +40,7 @@ class SerialEngine:
             prompt=(0,), sampling=Sampling(seed=0), max_tokens=2, drawn=(0,) * MAX_ROWS, cache=False
         )
         self.start(request, _unheard)
-        self._forward.trace()
+        self.forward.trace()
         # Not by step(): a model whose first numbers are bad must fail in a job, where it is told.
         self.stop()
         warm(self._loaded.width, self._loaded.vocabulary, getattr(mx, self._loaded.dtype))
@@ -51,9 +51,9 @@ class SerialEngine:
         positions = len(request.prompt) + len(request.drawn) + request.max_tokens
         opened = self.index.open(
             request.prompt,
-            rows_needed(positions, self._forward.prefill_rows),
+            rows_needed(positions, self.forward.prefill_rows),
             owner=request.owner,
-            cache=request.cache if self._forward.prefix_reuse else False,
+            cache=request.cache if self.forward.prefix_reuse else False,
         )
         run = self._run = _Run(request, opened)
         run.draws = Draws(
@@ -63,7 +63,7 @@ class SerialEngine:
             vocabulary=self._loaded.vocabulary,
             reach=positions,
         )
-        self._forward.begin(opened)
+        self.forward.begin(opened)
         logits = self._read_prompt(run, progress)
         if request.drawn:
             logits = self._force(run, progress)
@@ -76,7 +76,7 @@ class SerialEngine:
             raise RuntimeError("step() without a started request, or beyond its budget")
         drawn, run.ahead = run.ahead, None
         more = run.steps + 1 < run.request.max_tokens
-        if more and self._forward.one_ahead:
+        if more and self.forward.one_ahead:
             run.ahead = self._next(run, drawn)
         token = cast("int", drawn.read.item())
         if token == NOT_A_NUMBER:
@@ -92,7 +92,7 @@ class SerialEngine:
         """As in `Engine`. What was computed of the prompt and of the answer is kept for later prompts."""
         run, self._run = self._run, None
         if run is None:
-            return Figures(route=ROUTE, row_invariant=self._forward.row_invariant)
+            return Figures(route=ROUTE, row_invariant=self.forward.row_invariant)
         if run.ahead is not None:
             # The step in flight writes its row: nobody may get that place before it has.
             mx.eval(run.ahead.read)
@@ -103,13 +103,13 @@ class SerialEngine:
         verified = min(sequence.length, max(len(ids) - 1, len(run.request.prompt)))
         sequence.truncate(verified)
         if not run.failed:
-            self._forward.settle()
+            self.forward.settle()
             self.index.store(run.opened, ids, verified)
-        self._forward.end()
+        self.forward.end()
         sequence.release()
         return Figures(
             route=ROUTE,
-            row_invariant=self._forward.row_invariant,
+            row_invariant=self.forward.row_invariant,
             cached_tokens=run.opened.cached,
             prefix_exact=run.opened.exact,
             verify_forwards=run.steps,
@@ -122,7 +122,7 @@ class SerialEngine:
         progress(done, total)
         while True:
             end = min(done + self._chunk, len(prompt))
-            logits = self._forward.read(prompt[done:end], last=end == len(prompt))
+            logits = self.forward.read(prompt[done:end], last=end == len(prompt))
             done = end
             mx.clear_cache()
             progress(done, total)
@@ -134,7 +134,7 @@ class SerialEngine:
         drawn = run.request.drawn
         for start in range(0, len(drawn), MAX_ROWS):
             tokens = mx.array(drawn[start : start + MAX_ROWS], dtype=mx.uint32)
-            logits = self._forward.rows(tokens)[-1:]
+            logits = self.forward.rows(tokens)[-1:]
             # Nothing in the graph orders this forward before the next one: its tokens are known already.
             mx.eval(logits)
             progress(run.opened.sequence.length, run.total)
@@ -147,7 +147,7 @@ class SerialEngine:
         return drawn
 
     def _next(self, run: _Run, drawn: Drawn) -> Drawn:
-        return self._draw(run, self._forward.rows(drawn.token))
+        return self._draw(run, self.forward.rows(drawn.token))
 
 
 @dataclass(slots=True)

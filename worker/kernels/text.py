@@ -16,7 +16,7 @@ from typing import Final
 
 _NAMES: Final = re.compile(r"#define (\w+)|FN \w+ (\w+)\(|typedef [^;]*?(\w+);")
 _WORDS: Final = re.compile(r"\w+")
-# The beginning of a name that a macro makes: `two_##T`.
+# The beginning of a name that the preprocessor puts together.
 _PASTED: Final = re.compile(r"(\w+)##")
 _STRINGS: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
 # Around these a space means nothing outside of directives; around operators it can, as in `a / *b`.
@@ -35,17 +35,16 @@ def needed(header: str, body: str) -> str:
     """Those definitions of *header* that *body* uses, directly or through another."""
     units = _units(header)
     kept: set[int] = set()
-    words, begun = set(_WORDS.findall(body)), set(_PASTED.findall(body))
+    words, pasted = set(_WORDS.findall(body)), set(_PASTED.findall(body))
     found = True
     while found:
         found = False
         for place, unit in enumerate(units):
-            if place not in kept and (
-                unit.names & words or any(name.startswith(tuple(begun)) for name in unit.names)
-            ):
+            used = unit.names & words or any(name.startswith(tuple(pasted)) for name in unit.names)
+            if place not in kept and used:
                 kept.add(place)
                 words |= set(_WORDS.findall(unit.text))
-                begun |= set(_PASTED.findall(unit.text))
+                pasted |= set(_PASTED.findall(unit.text))
                 found = True
     return "".join(units[place].text for place in sorted(kept))
 
@@ -84,7 +83,7 @@ def in_file(text: str, folder: Path, suffix: str) -> str:
 
 
 def _units(header: str) -> list[_Unit]:
-    """The definitions of *header*, in order. A macro that defines functions brings their names where it stands."""
+    """The definitions of *header*, in order. A macro that defines functions brings their names where it is used."""
     units: list[_Unit] = []
     text = ""
     for line in header.splitlines(keepends=True):
