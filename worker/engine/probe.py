@@ -154,7 +154,8 @@ def table(
     for name, state in choice.kernels.items():
         found[name] = {"state": state, **checks.get(name, {})}
         if name in choice.report.get("step_ms", {}):
-            found[name]["step_ms"] = choice.report["step_ms"][name]
+            times = choice.report["step_ms"][name]
+            found[name]["step_ms"] = {way: taken["median"] for way, taken in times.items()}
     if choice.kernels:
         for case in cases(packed, prefill_rows, (1,), (extent.contexts[-1],)):
             row = found[case.kernel]
@@ -244,7 +245,8 @@ class Measured:
             str(rows): Stepper(self._packed, switches, lent, rows=rows, context=context).run
             for rows in self._extent.rows
         }
-        return step_time.in_turns(runs, self._clock, repeats=self._extent.repeats)
+        taken = step_time.in_turns(runs, self._clock, repeats=self._extent.repeats)
+        return {name: one.median for name, one in taken.items()}
 
     def _waiting(self, context: int) -> dict[str, float]:
         taken: dict[int, list[float]] = {rows: [] for rows in self._extent.rows}
