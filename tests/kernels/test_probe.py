@@ -14,12 +14,17 @@ from worker.engine import probe
 from worker.engine.probe import Extent, Wish
 from worker.engine.self_check import Sizes
 
-FEW = Extent(rows=(1, 4), contexts=(8, 40), repeats=1, sizes=Sizes(rows=(1, 4), contexts=(31,), steps=8, layers=2))
+FEW = Extent(
+    rows=(1, 4),
+    contexts=(8, 40),
+    repeats=1,
+    prefill_rows=32,
+    sizes=Sizes(rows=(1, 4), contexts=(31,), steps=8, layers=2),
+)
 
 
 @pytest.fixture
-def wish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wish:
-    monkeypatch.setattr(probe, "PREFILL_ROWS", {"cpu": 32})
+def wish(tmp_path: Path) -> Wish:
     return Wish(
         model=str(make_llama(tmp_path / "model", Kind(layers=1))), cache_dir=tmp_path, full=True, extent=FEW
     )

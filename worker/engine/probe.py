@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 
 import mtplx
 from worker.engine import step_time
-from worker.engine.build import PREFILL_ROWS
+from worker.engine.build import Options
 from worker.engine.check_cases import Case, cases
 from worker.engine.dense_in_place import DenseInPlace
 from worker.engine.dense_tail import DenseTail
@@ -43,11 +43,15 @@ NO_COMMITS: Final = "MLX does not tell how many command buffers it commits; node
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """How much is measured: forwards of so many *rows* behind so many positions, each so often."""
+    """How much is measured: forwards of so many *rows* behind so many positions, each so often.
+
+    prefill_rows: None, as a worker would have it.
+    """
 
     rows: Sequence[int] = (1, 2, 3, 4, 6, 8, 12, 16)
     contexts: Sequence[int] = (64, 1024, 4096)
     repeats: int = 5
+    prefill_rows: int | None = None
     sizes: Sizes = field(default_factory=Sizes)
 
 
@@ -86,7 +90,8 @@ def probe(wish: Wish, say: Callable[[str], None], clock: Callable[[], float] = p
     except NotDenseError as error:
         return report | {"kernels": {}, "why": f"kernels serve the dense family alone, and {error}"}
     say("checking the kernels")
-    rows, extent = PREFILL_ROWS[device_name()], wish.extent or (ON_THE_CPU if device_name() == "cpu" else Extent())
+    extent = wish.extent or (ON_THE_CPU if device_name() == "cpu" else Extent())
+    rows = Options(prefill_rows=extent.prefill_rows).rows(loaded)
     choice = choose(packed, prefill_rows=max(rows, PAGE), kernel_folder=folder, sizes=extent.sizes, clock=clock)
     start |= choice.report.get("seconds", {})
     report |= {"form": "in place" if choice.in_place else "tail", "why": choice.report.get("why", "")}
@@ -149,7 +154,8 @@ def table(
     for name, state in choice.kernels.items():
         found[name] = {"state": state, **checks.get(name, {})}
         if name in choice.report.get("step_ms", {}):
-            found[name]["step_ms"] = choice.report["step_ms"][name]
+            times = choice.report["step_ms"][name]
+            found[name]["step_ms"] = {way: taken["median"] for way, taken in times.items()}
     if choice.kernels:
         for case in cases(packed, prefill_rows, (1,), (extent.contexts[-1],)):
             row = found[case.kernel]
@@ -239,7 +245,8 @@ class Measured:
             str(rows): Stepper(self._packed, switches, lent, rows=rows, context=context).run
             for rows in self._extent.rows
         }
-        return step_time.in_turns(runs, self._clock, repeats=self._extent.repeats)
+        taken = step_time.in_turns(runs, self._clock, repeats=self._extent.repeats)
+        return {name: one.median for name, one in taken.items()}
 
     def _waiting(self, context: int) -> dict[str, float]:
         taken: dict[int, list[float]] = {rows: [] for rows in self._extent.rows}

@@ -191,7 +191,8 @@ def _faster(
     for group in _SWITCHED:
         if not getattr(switches, group):
             continue
-        times = report["step_ms"][group] = step_time.compare(packed, switches, group, clock)
+        times = step_time.compare(packed, switches, group, clock)
+        report["step_ms"][group] = {name: asdict(one) for name, one in times.items()}
         if reason := step_time.verdict(times):
             kernels[group] = reason
             switches = replace(switches, **{group: False})
