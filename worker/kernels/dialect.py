@@ -14,19 +14,21 @@ thread. A simdgroup is a warp: 32 lanes. The words:
   was unrolled.
 - `load2/4/8(p, o)`, `words1/2/4(p, o)`: consecutive elements of any float type, to float32, and of unsigned;
   each run of them aligned to its size.
-- `MMA(T, c, a0, a1, a2, a3, b0, b1)`: c += A B for a simdgroup, T a 16-bit type, two values a word, sums in float32. Lane
-  4 g + t holds rows g (a0, a2) and g + 8 (a1, a3) of A [16, 16], columns 2 t, 2 t + 1 (a0, a1) and 8 more (a2, a3);
-  of B [16, 8] rows 2 t, 2 t + 1 (b0) and 8 more (b1), column g; and of c [16, 8] rows g (c[0], c[1]) and g + 8,
-  columns 2 t, 2 t + 1. All lanes take part. A matrix unit on CUDA; on Metal the same, spelled out and slow.
-- `RAW(v)`: a 16-bit value as ushort; `PAIR(T, a, b)`: two float32 as values of T in a word, a first.
-- `UNPAIR(T, u, o)`, `PAIR_MUL(T, u, v)`, `LOWS(u, v)`, `HIGHS(u, v)`: the two 16-bit values of a word to float32; their
-  products, rounded to T; the first, or the second ones of two words as a pair. `PART(u, m, c)`: (u & m) | c.
-- `FROM(u, l)`: lane l's word.
-- `COPY16(when, array, i, p)`, `COPIED()`, `ARRIVED(n)`, `TAKE1/2/4(array, i, o)`: four words from device memory to a
-  threadgroup's array of unsigned, if *when*, while the simdgroup goes on; the end of a group of copies; a wait until
-  all groups but the last n are there, for the whole simdgroup; consecutive words of the array.
 - `tid`, `lane`, `sg`, `bx`, `by`, `bz`: thread in the group, lane in the simdgroup, simdgroup, group in the
   grid.
+
+A kernel with `matrix` has more words. T is a 16-bit type, of which an unsigned word holds two values.
+
+- `MMA(T, c, a0, a1, a2, a3, b0, b1)`: c += A B for a simdgroup, sums in float32. Lane 4 g + t holds rows g (a0,
+  a2) and g + 8 (a1, a3) of A [16, 16], columns 2 t, 2 t + 1 (a0, a1) and 8 more (a2, a3); of B [16, 8] rows 2 t,
+  2 t + 1 (b0) and 8 more (b1), column g; of c [16, 8] rows g (c[0], c[1]) and g + 8, columns 2 t, 2 t + 1.
+  A matrix unit on CUDA; on Metal the same, spelled out and slow.
+- `UNPAIR(T, u, o)`, `PAIR_MUL(T, u, v)`: the values of a word to float32; products of two words, rounded to T.
+- `LOWS(u, v)`, `HIGHS(u, v)`, `PART(u, m, c)`, `FROM(u, l)`: the first values of two words, the second ones;
+  (u & m) | c; lane l's word.
+- `COPY16(when, array, i, p)`, `COPIED()`, `ARRIVED(n)`, `TAKE1/2/4(array, i, o)`: four words from device memory
+  into a threadgroup's array of unsigned, if *when*, while the simdgroup goes on; the end of a group of copies; a
+  wait of the simdgroup until all groups but the last n are there; consecutive words of the array.
 
 Values change type by casts only, `(float)v` and `(T)v`; sums are float32. A kernel has one output: a second one
 costs the host as much as a second kernel.
@@ -118,13 +120,16 @@ FN void unpair(f16, unsigned u, LOCAL(float) o) { two_f16(u, o); }
 
 _CUDA_MATRIX: Final = r"""
 FN unsigned pair_mul(bf16, unsigned u, unsigned v) {
-  const __nv_bfloat162 p = __hmul2_rn(*(const __nv_bfloat162*)&u, *(const __nv_bfloat162*)&v); return *(const unsigned*)&p; }
+  const __nv_bfloat162 p = __hmul2_rn(*(const __nv_bfloat162*)&u, *(const __nv_bfloat162*)&v);
+  return *(const unsigned*)&p; }
 FN unsigned pair_mul(f16, unsigned u, unsigned v) {
-  const __half2 p = __hmul2_rn(*(const __half2*)&u, *(const __half2*)&v); return *(const unsigned*)&p; }
+  const __half2 p = __hmul2_rn(*(const __half2*)&u, *(const __half2*)&v);
+  return *(const unsigned*)&p; }
 #define MMA(T, c, ...) mma((T)0.0f, (c), __VA_ARGS__)
 #define MMA_OF(T, name) \
 FN void mma(T, float* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) { \
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." name "." name ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." name "." name ".f32 " \
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1)); }
 MMA_OF(bf16, "bf16")
 MMA_OF(f16, "f16")
@@ -167,7 +172,7 @@ FN unsigned pair(f16, float a, float b) { return (unsigned)RAW((f16)a) | (unsign
 #define HIGHS(u, v) (((u) >> 16) | ((v) & 0xffff0000u))
 #define PART(u, m, c) (((u) & (m)) | (c))
 #define COPY16(when, array, i, p) \
-  if (when) { (array)[i] = (p)[0]; (array)[(i) + 1] = (p)[1]; (array)[(i) + 2] = (p)[2]; (array)[(i) + 3] = (p)[3]; }
+  if (when) { for (int word = 0; word < 4; word++) (array)[(i) + word] = (p)[word]; }
 #define COPIED()
 #define ARRIVED(n) simdgroup_barrier(mem_flags::mem_threadgroup)
 #define TAKE1(array, i, o) { *(o) = (array)[i]; }
@@ -234,9 +239,9 @@ class Kernel:
     """A computation in the dialect.
 
     `defines` are preprocessor words of the body and their values: optional operands, and constants that are no
-    integers. MLX copies an operand that is not row-contiguous, so one that is written in place has to be. `matrix`:
-    the body uses `MMA`, its neighbours, for which CUDA needs a device of compute capability 8.0.
-    `threads`: the most of a threadgroup, if the compiler shall give them no more registers than there are.
+    integers. MLX copies an operand that is not row-contiguous, so one that is written in place has to be.
+    `matrix`: the body uses `MMA` and its neighbours, for which CUDA needs a device of compute capability 8.0.
+    `threads`: how many a threadgroup has, if the compiler shall give them no more registers than there are.
     """
 
     name: str

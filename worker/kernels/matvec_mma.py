@@ -1,14 +1,13 @@
-"""Matrix-vector products on matrix units: sixteen outputs and eight rows of x at a time, as fast as the weight is read.
+"""Matrix-vector products on matrix units: sixteen outputs and eight rows of x at a time.
 
 The contract is in operands.py, for 16-bit x, K a multiple of 32. A threadgroup makes 16 x TILES outputs (with glu
 half as many, each of a gate and an up); its SPLIT simdgroups take turns at steps of STEP units of K. A unit is 32
-numbers, or 64 of a quantised weight with groups of 64 or more: what four lanes read of a line in one load. A
-simdgroup holds STEP units of its lines in registers and asks for another one whenever one is used up.
+numbers, or 64 of a quantised weight with groups of 64 or more: what four lanes take of a line at once. The weight
+travels to threadgroup memory while the steps before it are computed: each simdgroup has SLOTS places for a step.
 
 A quantised number q enters the matrix unit as MAGIC + q, which is exact and takes no conversion; an 8-bit one as
-two of 4 bits. The sum of x over the unit comes from the same place, and scale and bias are applied to a unit's sums
-in float32. With norm, x is multiplied by the norm's weight in T, one rounding, and the products by 1 / rms in
-float32.
+two of 4 bits. The sum of x over the unit comes from there too, and scale and bias are applied to a unit's sums in
+float32. With norm, x is multiplied by the norm's weight in T, one rounding, and the products by 1 / rms.
 
 Row invariance: rows lie along an axis of the matrix unit that it does not sum over. What a row's arithmetic does
 depend on, the unit, the step and the split, is a function of N, K and the packing.
@@ -24,8 +23,9 @@ import mlx.core as mx
 from worker.kernels.dialect import MAX_ROWS, Kernel, Launch
 from worker.kernels.operands import PLAIN, Affine, Extras, arrays, defines
 
-# Lane 4 g + t: lines g and g + 8 of each tile (with glu a gate and its up), row g of each eight rows of x, a quarter t
-# of a unit. In `ring` a line of a step is `chunks` of 16 bytes; units lie exchanged by line, in other banks.
+# Lane 4 g + t: lines g and g + 8 of each tile (with glu a gate and its up), row g of each eight rows of x, quarter
+# t of a unit. In `ring` a line of a step is `chunks` of 16 bytes; its units are exchanged, so that what the lanes
+# take at once lies in different banks.
 _HEAD: Final = r"""
 SHARED(unsigned, ring, SPLIT * SLOTS * TILES * STEP * UNIT * BITS / 2);
 SHARED(float, sums, SPLIT * TILES * 176);
@@ -258,17 +258,16 @@ UNROLL for (int e = 0; e < eights; e++) {
 }
 """
 
-_DENSE_BODY: Final = (_HEAD + _ENTER + _DENSE + _TAIL).replace("WEIGHT\n", _WEIGHT).replace("TAKEN\n", _TAKEN).replace("ROWS\n", _ROWS)
-for _word in ("FIRST", "LATER"):
-    _DENSE_BODY = _DENSE_BODY.replace(f"{_word}\n", "")
 
-_AFFINE_BODY: Final = (
-    (_HEAD + _ENTER + _AFFINE + _TAIL)
-    .replace("WEIGHT\n", _WEIGHT).replace("TAKEN\n", _TAKEN).replace("ROWS\n", _ROWS)
-    .replace("FIRST\n", _FIRST)
-    .replace("LATER\n", _LATER)
-    .replace("SCALES\n", _SCALES)
-)
+def _body(*, affine: bool) -> str:
+    text = _HEAD + _ENTER + (_AFFINE if affine else _DENSE) + _TAIL
+    parts = {"FIRST": _FIRST if affine else "", "LATER": _LATER if affine else "", "SCALES": _SCALES}
+    for word, part in (parts | {"WEIGHT": _WEIGHT, "TAKEN": _TAKEN, "ROWS": _ROWS}).items():
+        text = text.replace(f"{word}\n", part)
+    return text
+
+
+_BODIES: Final = {affine: _body(affine=affine) for affine in (False, True)}
 
 # By type: a pair of ones; a pair of the number whose last bits are free, and that number; and by what x is shrunk
 # before it meets the norm's weight, as their product may not overflow, and grown afterwards.
@@ -280,18 +279,19 @@ _TYPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Tiles of 16 lines a threadgroup, simdgroups that share K, units of K that one holds."""
+    """Tiles of 16 lines a threadgroup, simdgroups that share K, units of K in a step, steps of the weight held."""
 
     tiles: int
     split: int
     step: int
-    slots: int = 3
+    slots: int
 
 
-def tile_of(outputs: int, width: int, weight: mx.array | Affine, *, glu: bool) -> Tile:
+def tile_of(outputs: int, width: int, weight: mx.array | Affine) -> Tile:
     """The tile for a weight with that many outputs and inputs."""
-    steps = -(-width // _unit(weight)) // 4
-    return Tile(2 if outputs >= 4096 else 1, max(1, min(8, steps)), 4)
+    step = 4 if isinstance(weight, Affine) and weight.bits == 4 else 2
+    steps = -(-width // _unit(weight) // step)
+    return Tile(2 if outputs >= 4096 else 1, max(1, min(4, steps)), step, 2)
 
 
 def _unit(weight: mx.array | Affine) -> int:
@@ -311,8 +311,9 @@ def _words(dtype: mx.Dtype, packing: dict[str, int]) -> tuple[tuple[str, str], .
     bits = packing["BITS"]
     return (
         ("TAKE", f"TAKE{packing['UNIT'] * bits // 128}"),
-        ("LINE(l)", "((long)(N % made == 0 || FIRST_OF(l) < N ? FIRST_OF(l) : N - 1) + (GLU && (l) % 16 > 7 ? N : 0))"),
-        ("FIRST_OF(l)", "(first + (GLU ? (l) / 16 * 8 + (l) % 8 : (l)))"),
+        ("OUTPUT(l)", "(first + (GLU ? (l) / 16 * 8 + (l) % 8 : (l)))"),
+        ("INSIDE(l)", "(long)(N % made == 0 || OUTPUT(l) < N ? OUTPUT(l) : N - 1)"),
+        ("LINE(l)", "(INSIDE(l) + (GLU && (l) % 16 > 7 ? N : 0))"),
         ("ONES", ones),
         ("MAGIC", magic),
         ("OFFSET", f"{offset * (17 if bits == 8 else 1)}.0f"),
@@ -325,7 +326,7 @@ def launch(x: mx.array, weight: mx.array | Affine, extras: Extras = PLAIN, tile:
     """The kernel on the operands of the contract; *tile* as measured unless given."""
     (rows, width), operands = x.shape, arrays(x, weight, extras)
     outputs = operands["weight"].shape[0] // (2 if extras.glu else 1)
-    tile = tile or tile_of(outputs, width, weight, glu=extras.glu)
+    tile = tile or tile_of(outputs, width, weight)
     packing = _packing(weight)
     affine = isinstance(weight, Affine)
     template: dict[str, Any] = {"T": x.dtype, "K": width, "N": outputs, "R": rows}
@@ -335,7 +336,7 @@ def launch(x: mx.array, weight: mx.array | Affine, extras: Extras = PLAIN, tile:
         "matvec_mma_affine" if affine else "matvec_mma",
         tuple(operands),
         "out",
-        _AFFINE_BODY if affine else _DENSE_BODY,
+        _BODIES[affine],
         (*defines(extras), *_words(x.dtype, packing)),
         matrix=True,
         threads=32 * tile.split,
