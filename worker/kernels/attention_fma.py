@@ -48,6 +48,7 @@ const int piece = bx, kv = by, first = bz * TILE;
     + attention_piece.PIECE
     + _SEEN
     + attention_piece.PATHS
+    + attention_piece.FIRST_ITEM
     + attention_piece.PROLOGUE
     + r"""
 const int CHUNKS = (D + 31) / 32, ACROSS = D / 4;
@@ -159,7 +160,8 @@ def launch(  # noqa: PLR0917 - the operands of the contract, in its order
     tile = min(pairs, 32 if heads.dim <= 128 else 16)
     operands = rope_write.operands(qkv, table, pool, meta, tree)
     keep = ("KEEP(x, e, v)", "q4[(x) * (D / 4) + (e) / 4].s[(e) % 4] = (float)(v) * SCALE")
-    kernel = Kernel("attention", tuple(operands), "pieces", BODY, (*attention_piece.words(heads, tree), keep))
+    words = (*attention_piece.words(heads, tree), rope_write.TURNED, keep)
+    kernel = Kernel("attention_fma", tuple(operands), "pieces", BODY, words)
     return attention_piece.launch_of(
         kernel, operands, heads, tile, (rows.SPLITS, heads.kv_heads, -(-pairs // tile))
     )

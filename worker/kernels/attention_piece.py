@@ -46,12 +46,16 @@ if (TREE) for (int i = tid; i < R * 16; i += THREADS) {
 
 # An item is a q head of the tile, kept by KEEP(pair, element, value), or K or V of a needed row, which goes to the
 # pool. A simdgroup turns one item while the next one is on its way.
-PROLOGUE: Final = (
+FIRST_ITEM: Final = (
     rope_write.PLACES
     + "int next = sg;\nwhile (next < ITEMS && !WANTED(next)) next += THREADS / 32;\n"
     + "if (next < ITEMS) { const int row = ROW_OF(next), head = HEAD_OF(next);"
     + rope_write.LOAD
-    + "}\nwhile (next < ITEMS) {\nconst int now = next, row = ROW_OF(now), head = HEAD_OF(now);\n"
+    + "}\n"
+)
+
+PROLOGUE: Final = (
+    "while (next < ITEMS) {\nconst int now = next, row = ROW_OF(now), head = HEAD_OF(now);\n"
     + rope_write.TAKE
     + "do next += THREADS / 32; while (next < ITEMS && !WANTED(next));\n"
     + "if (next < ITEMS) { const int row = ROW_OF(next), head = HEAD_OF(next);"
@@ -104,7 +108,6 @@ def launch_of(
     rows.check_meta(operands["meta"])
     qkv = operands["qkv"]
     count = qkv.shape[0]
-    threads = 256 if tile == 32 and kernel.matrix else 128
-    template = (("T", qkv.dtype), *rope_write.shape(heads), ("R", count), ("TILE", tile), ("THREADS", threads))
+    template = (("T", qkv.dtype), *rope_write.shape(heads), ("R", count), ("TILE", tile), ("THREADS", 128))
     shape = (rows.SPLITS * count * heads.heads * (heads.dim + 2),)
-    return Launch(kernel, tuple(operands.values()), template, groups, threads, shape, mx.float32)
+    return Launch(kernel, tuple(operands.values()), template, groups, 128, shape, mx.float32)

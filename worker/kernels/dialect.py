@@ -6,6 +6,7 @@ thread. A simdgroup is a warp: 32 lanes. The words:
 - `GLOBAL(T)`, `OUT(T)`, `LOCAL(T)`: pointer to const device memory, to device memory, to the thread's own
   arrays.
 - `SHARED(T, name, n)`: an array of the threadgroup. It is used by name only: no pointer to it is ever taken.
+  `LARGE(T, name, n)`: the one array of a kernel that may take more than 48 KiB; its bytes stand in the Kernel too.
 - `BARRIER()`, `XOR(v, m)`, `SUM32(v)`, `MAX32(v)`: the threadgroup's barrier; exchange, sum, maximum of 32
   lanes. `DEVICE_BARRIER()`: after it a threadgroup also reads what it wrote to device memory before.
 - `QUAD`: 16 bytes to keep in a SHARED array, as `f` (float4), `u` (uint4), `s[4]` (float) or `h[8]` (ushort).
@@ -59,6 +60,7 @@ _CUDA_HEADER: Final = r"""
 #define OUT(T) T*
 #define LOCAL(T) T*
 #define SHARED(T, name, n) __shared__ T name[n]
+#define LARGE(T, name, n) extern __shared__ __align__(16) T name[]
 #define BARRIER() __syncthreads()
 #define DEVICE_BARRIER() __syncthreads()
 #define XOR(v, m) __shfl_xor_sync(0xffffffffu, (v), (m))
@@ -69,7 +71,7 @@ _CUDA_HEADER: Final = r"""
 #define EXP2(x) exp2f(x)
 #define EXP(x) expf(x)
 #define RSQRT(x) rsqrtf(x)
-#define SINCOS(x, s, c) sincosf((x), &(s), &(c))
+#define SINCOS(x, s, c) sincosf((x), &(s), &(c));
 #define MAX(a, b) fmaxf((a), (b))
 #define UNROLL _Pragma("unroll")
 #define ROLL _Pragma("unroll 1")
@@ -87,6 +89,7 @@ _METAL_HEADER: Final = r"""
 #define OUT(T) device T*
 #define LOCAL(T) thread T*
 #define SHARED(T, name, n) threadgroup T name[n]
+#define LARGE(T, name, n) threadgroup T name[n]
 #define BARRIER() threadgroup_barrier(mem_flags::mem_threadgroup)
 #define DEVICE_BARRIER() threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device)
 #define XOR(v, m) simd_shuffle_xor((v), (ushort)(m))
@@ -251,6 +254,7 @@ class Kernel:
     defines: tuple[tuple[str, str], ...] = ()
     matrix: bool = False
     threads: int = 0
+    large: int = 0
 
     @property
     def header(self) -> str:
@@ -338,12 +342,14 @@ def build(kernel: Kernel, kind: str) -> Callable[..., list[mx.array]]:
     source = compact((_CUDA_PROLOGUE if cuda else _METAL_PROLOGUE) + _UNUSED + kernel.body)
     if cuda and _texts:
         before, source = in_file(before, _texts[-1], "h"), in_file(source, _texts[-1], "cu")
+    more = {"shared_memory": kernel.large} if cuda and kernel.large else {}
     made: Any = make(
         name=kernel.label,
         input_names=list(kernel.inputs),
         output_names=[kernel.output],
         header=before,
         source=source,
+        **more,
     )
     return cast("Callable[..., list[mx.array]]", made)
 

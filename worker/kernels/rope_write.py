@@ -63,11 +63,9 @@ if (NORM && !is_v) {
   }
 }
 if (!is_v) {
-  const float position = (float)(length + DEPTH(row));
   UNROLL for (int i = 0; i < each; i++) if (lane + 32 * i < ROT / 2) {
-    const float angle = MUL(position, frequency[i]);
     float s, c;
-    SINCOS(angle, s, c);
+    TURNED(row, lane + 32 * i, frequency[i], s, c)
     const float x = SCALED ? (float)(T)(a[i] * INPUT_SCALE) : a[i];
     const float y = SCALED ? (float)(T)(b[i] * INPUT_SCALE) : b[i];
     a[i] = FMA(x, c, -MUL(y, s));
@@ -137,8 +135,14 @@ def constants(
     return mx.concatenate(parts)
 
 
+ANGLE: Final = "MUL((float)(length + DEPTH(row)), (frequency))"
+
+TURNED: Final = ("TURNED(row, p, frequency, s, c)", f"SINCOS({ANGLE}, s, c)")
+"""How far the pair p of a row is turned."""
+
+
 def turning(heads: Heads) -> tuple[tuple[str, str], ...]:
-    """The defines of TURN."""
+    """The defines of TURN, but for TURNED."""
     return ("EPS", number(heads.norm_eps or 0.0)), ("INPUT_SCALE", number(heads.input_scale))
 
 
@@ -169,7 +173,7 @@ def launch(  # noqa: PLR0917 - the operands of the contract, in its order
     """The kernel on the operands of the contract; *table* holds the constants."""
     rows.check_meta(meta)
     named = operands(qkv, table, pool, meta, tree)
-    kernel = Kernel("rope_write", tuple(named), "q", BODY, (*rows.words(tree), *turning(heads)))
+    kernel = Kernel("rope_write", tuple(named), "q", BODY, (*rows.words(tree), *turning(heads), TURNED))
     template = (("T", qkv.dtype), *shape(heads))
     count = qkv.shape[0]
     groups = (-(-(heads.heads + 2 * heads.kv_heads) // 4), count, 1)
