@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import models
 import rig
 import start
-from report import RESULTS, Figure, commit, save, write
+from report import RESULTS, Figure, commit, machine, save, write
 
 from worker.engine.sample import Sampling
 from worker.engine.self_check import prepare
@@ -106,7 +106,7 @@ class Report:
         path = RESULTS / f"{self.name}.json"
         if path.exists():
             report = json.loads(path.read_text())
-            if (report["commit"], report["machine"].split(",")[0]) == (commit(), device().split(",")[0]):
+            if (report["commit"], report["machine"]) == (commit(), machine(device())):
                 self.figures = {one["name"]: Figure(**one) for one in report["figures"]}
 
     def save(self) -> None:
@@ -305,23 +305,18 @@ class Clock:
         self._began = now
 
 
-def ready(report: Report, shape: models.Shape, cubins: Path | None) -> None:
+def ready(report: Report, shape: models.Shape) -> None:
     """Seconds from the start of a process until it could tell READY, with no compiled kernel and with all."""
     clock = Clock(shape.title)
     with tempfile.TemporaryDirectory() as folder:
         where, kernels = Path(folder, "model"), Path(folder, "kernels")
         start.save(shape, where)
-        cold, told = start.timed(where, kernels)
-        clock.told(f"ready after {cold:.1f} s without kernels ({told})")
-        for path in sorted(cubins.rglob("*.*")) if cubins is not None else []:
-            if path.is_file() and not (kernels / path.relative_to(cubins)).exists():
-                (kernels / path.relative_to(cubins)).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(path, kernels / path.relative_to(cubins))
-        warm, told = start.timed(where, kernels)
-        clock.told(f"ready after {warm:.1f} s with kernels ({told})")
-    report.add(f"{shape.title}: start to READY, kernels cached on disk", warm, "s", READY_CACHED_S)
-    report.add(f"{shape.title}: start to READY, no kernel cached", cold, "s", READY_COLD_S)
-    report.save()
+        clock.told("written to disk")
+        for words, goal in (("no kernel cached", READY_COLD_S), ("kernels cached on disk", READY_CACHED_S)):
+            seconds, told = start.timed(where, kernels)
+            report.add(f"{shape.title}: start to READY, {words}", seconds, "s", goal)
+            report.save()
+            clock.told(f"{words}, ready after {seconds:.1f} s ({told})")
 
 
 @click.command()
@@ -329,9 +324,8 @@ def ready(report: Report, shape: models.Shape, cubins: Path | None) -> None:
 @click.option("--quick", is_flag=True, help="Two contexts, two rounds.")
 @click.option("--tiny", is_flag=True, help="Tiny models of the same kind, on any device: a trial of this program.")
 @click.option("--start", "starting", is_flag=True, help="Also the time from start to READY.")
-@click.option("--cubins", type=click.Path(path_type=Path), help="Kernels compiled elsewhere, for --start.")
 @click.option("--copy", type=click.Path(path_type=Path), help="Where a copy of the results goes.")
-def main(names: str, *, quick: bool, tiny: bool, starting: bool, cubins: Path | None, copy: Path | None) -> None:
+def main(names: str, *, quick: bool, tiny: bool, starting: bool, copy: Path | None) -> None:
     """Measure decode."""
     if target() is None and not tiny:
         raise SystemExit("no GPU: the lane in place does not run here")
@@ -349,7 +343,7 @@ def main(names: str, *, quick: bool, tiny: bool, starting: bool, cubins: Path | 
         measure(report, name, shape.tiny if tiny else shape, effort, kernels)
     if starting:
         shape = models.SHAPES["smol-bf16"]
-        ready(report, shape.tiny if tiny else shape, cubins)
+        ready(report, shape.tiny if tiny else shape)
     write(report.name, list(report.figures.values()), device=device())
 
 

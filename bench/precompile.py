@@ -122,6 +122,13 @@ def headers(library: Path, folder: Path) -> None:
         path.write_bytes(data[start : start + length].rstrip(b"\0"))
 
 
+def light(folder: Path) -> None:
+    """Write what stands for MLX's headers in a kernel of ours."""
+    for name, text in LIGHT.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
 def compiled(module: Module, out: Path, includes: list[str], arch: str) -> str:
     """Compile *module* into *out*; empty if it is there, else what there is to tell."""
     path = module.path(out)
@@ -150,14 +157,12 @@ def compiled(module: Module, out: Path, includes: list[str], arch: str) -> str:
 def compile_all(modules: list[Module], site: Path, out: Path, arch: str) -> None:
     """Compile what is missing in *out*, two at a time."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
-        light, full = Path(folder, "light"), Path(folder, "full")
-        for name, text in LIGHT.items():
-            (light / name).parent.mkdir(parents=True, exist_ok=True)
-            (light / name).write_text(text)
+        few, full = Path(folder, "few"), Path(folder, "full")
+        light(few)
         headers(site / "mlx/lib/libmlx.so", full)
         for forced, includes in (
             (True, [full, site / "mlx/include", site / "mlx/include/cccl"]),
-            (False, [light]),
+            (False, [few]),
         ):
             run = partial(compiled, out=out, includes=[f"-I{one}" for one in includes], arch=arch)
             for told in pool.map(run, [module for module in modules if module.forced == forced]):

@@ -36,9 +36,10 @@ class Figure:
         return "yes" if reached else "no"
 
 
-def machine() -> str:
-    """The machine in words, without its name."""
-    return f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+def machine(device: str = "") -> str:
+    """The machine in words, without its name; *device*: its GPU."""
+    own = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    return f"{device}, {own}" if device else own
 
 
 def commit() -> str:
@@ -80,7 +81,7 @@ def save(name: str, figures: list[Figure], command: str | None = None, device: s
     """As `write`, without the table."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     report = {
-        "machine": ", ".join(part for part in (device, machine()) if part),
+        "machine": machine(device),
         "commit": commit(),
         "command": command or " ".join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "figures": [asdict(one) for one in figures],

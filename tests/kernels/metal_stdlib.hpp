@@ -206,6 +206,7 @@ namespace metal {
 enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
 static inline mem_flags operator|(mem_flags a, mem_flags b) { return (mem_flags)((int)a | (int)b); }
 static inline void threadgroup_barrier(mem_flags) { standin::give_way(standin::AT_BARRIER); }
+static inline void simdgroup_barrier(mem_flags) { standin::exchange(standin::SHUFFLE, 0, 0.0f); }
 static inline float simd_sum(float v) { return standin::exchange(standin::SUM, 0, v); }
 static inline float simd_max(float v) { return standin::exchange(standin::MAXIMUM, 0, v); }
 static inline float simd_shuffle_xor(float v, ushort m) { return standin::exchange(standin::SHUFFLE, m, v); }

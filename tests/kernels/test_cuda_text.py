@@ -1,9 +1,14 @@
 """The CUDA text that cubins are compiled from beforehand is the one that MLX asks its cache for."""
 
+import importlib
+import shutil
+from pathlib import Path
+
 import mlx.core as mx
+import pytest
 
 from bench.cuda_text import Custom, recording
-from worker.kernels import swiglu
+from worker.kernels import dialect, swiglu
 from worker.kernels.disk_cache import string_hash
 
 # As MLX 0.32.4's CUDA build made it of the same call.
@@ -59,3 +64,20 @@ def test_a_kernel_is_noted_and_gives_zeros() -> None:
     (module,) = found.values()
     assert module.name.startswith("custom_kernel_swiglu_")
     assert "__half" in module.source
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no compiler for CUDA here")
+@pytest.mark.parametrize("model", ["smol-bf16", "smol-4bit"])
+def test_every_kernel_of_a_forward_compiles(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "bench")
+    precompile, models = importlib.import_module("precompile"), importlib.import_module("models")
+    monkeypatch.setattr(dialect, "target", lambda: "cuda")
+    # One of each text; instances differ in numbers only.
+    texts = {
+        module.name.split("_bfloat16_t_")[0]: module for module in precompile.ours(models.SHAPES[model]).values()
+    }
+    kinds = {name.removeprefix("custom_kernel_").split("_")[0] for name in texts}
+    assert kinds >= {"attention", "matvec", "rope", "read", "swiglu"}
+    precompile.light(tmp_path)
+    for module in texts.values():
+        assert "registers" in precompile.compiled(module, tmp_path / "out", [f"-I{tmp_path}"], "sm_90a")

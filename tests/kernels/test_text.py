@@ -41,6 +41,17 @@ def test_a_header_keeps_what_the_body_needs(body: str, names: set[str]) -> None:
     assert {name for name in every if name in kept} == names
 
 
+def test_braces_within_assembly_end_no_function() -> None:
+    header = (
+        '#define LOAD(n) "{.reg .pred p; @p ld.global." n\n'
+        'FN void load_two(int* o) {\n  asm(LOAD("v2 {%0,%1},[%2]; }")\n      : "=r"(o[0]), "=r"(o[1])); }\n'
+        "FN void unused(int* o) { o[0] = 1; }\n"
+    )
+    kept = needed(header, "load_two(o);")
+    assert kept.endswith('"=r"(o[1])); }\n')
+    assert "unused" not in kept
+
+
 def test_a_macro_that_makes_functions_stays_with_its_uses() -> None:
     kept = needed(HEADER, "pair_of(v, o);")
     assert kept.index("#define PAIRS_OF") < kept.index("PAIRS_OF(a)") < kept.index("PAIRS_OF(b)")

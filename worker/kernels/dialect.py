@@ -13,7 +13,7 @@ thread. A simdgroup is a warp: 32 lanes. The words:
   product that is added to something is written with them, so that a row's bits do not depend on how a kernel
   was unrolled.
 - `load2/4/8(p, o)`, `words1/2/4(p, o)`: consecutive elements of any float type, to float32, and of unsigned;
-  each run of them aligned to its size. `stream1/2/4(when, p, o)`: words that no other thread reads, if *when*.
+  each run of them aligned to its size.
 - `MMA(T, c, a0, a1, a2, a3, b0, b1)`: c += A B for a simdgroup, T a 16-bit type, two values a word, sums in float32. Lane
   4 g + t holds rows g (a0, a2) and g + 8 (a1, a3) of A [16, 16], columns 2 t, 2 t + 1 (a0, a1) and 8 more (a2, a3);
   of B [16, 8] rows 2 t, 2 t + 1 (b0) and 8 more (b1), column g; and of c [16, 8] rows g (c[0], c[1]) and g + 8,
@@ -22,6 +22,9 @@ thread. A simdgroup is a warp: 32 lanes. The words:
 - `UNPAIR(T, u, o)`, `PAIR_MUL(T, u, v)`, `LOWS(u, v)`, `HIGHS(u, v)`: the two 16-bit values of a word to float32; their
   products, rounded to T; the first, or the second ones of two words as a pair. `PART(u, m, c)`: (u & m) | c.
 - `FROM(u, l)`: lane l's word.
+- `COPY16(when, array, i, p)`, `COPIED()`, `ARRIVED(n)`, `TAKE1/2/4(array, i, o)`: four words from device memory to a
+  threadgroup's array of unsigned, if *when*, while the simdgroup goes on; the end of a group of copies; a wait until
+  all groups but the last n are there, for the whole simdgroup; consecutive words of the array.
 - `tid`, `lane`, `sg`, `bx`, `by`, `bz`: thread in the group, lane in the simdgroup, simdgroup, group in the
   grid.
 
@@ -136,13 +139,16 @@ FN unsigned pair(f16, float a, float b) {
 #define HIGHS(u, v) __byte_perm((u), (v), 0x7632)
 FN unsigned PART(unsigned u, unsigned m, unsigned c) {
   unsigned o; asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(o) : "r"(u), "r"(m), "r"(c)); return o; }
-#define STREAM(n, size) "{ .reg .pred p; setp.ne.b32 p, %" n ", 0; @p ld.global.nc.L1::no_allocate.L2::128B." size
-FN void stream1(bool when, const unsigned* p, unsigned* o) { if (when) o[0] = p[0]; }
-FN void stream2(bool when, const unsigned* p, unsigned* o) {
-  asm volatile(STREAM("3", "v2.u32 {%0,%1}, [%2]; }") : "+r"(o[0]), "+r"(o[1]) : "l"(p), "r"((int)when)); }
-FN void stream4(bool when, const unsigned* p, unsigned* o) {
-  asm volatile(STREAM("5", "v4.u32 {%0,%1,%2,%3}, [%4]; }")
-               : "+r"(o[0]), "+r"(o[1]), "+r"(o[2]), "+r"(o[3]) : "l"(p), "r"((int)when)); }
+#define COPY16(when, array, i, p) copy16((when), (unsigned)__cvta_generic_to_shared(&(array)[i]), (p))
+FN void copy16(bool when, unsigned to, const unsigned* p) {
+  asm volatile("{ .reg .pred on; setp.ne.b32 on, %2, 0; @on cp.async.cg.shared.global.L2::128B [%0], [%1], 16; }"
+               :: "r"(to), "l"(p), "r"((int)when) : "memory"); }
+#define COPIED() asm volatile("cp.async.commit_group;" ::: "memory")
+#define ARRIVED(n) { asm volatile("cp.async.wait_group %0;" :: "n"(n) : "memory"); __syncwarp(); }
+#define TAKE1(array, i, o) { *(o) = (array)[i]; }
+#define TAKE2(array, i, o) { const uint2 u = *(const uint2*)&(array)[i]; (o)[0] = u.x; (o)[1] = u.y; }
+#define TAKE4(array, i, o) { const uint4 u = *(const uint4*)&(array)[i]; \
+  (o)[0] = u.x; (o)[1] = u.y; (o)[2] = u.z; (o)[3] = u.w; }
 """
 
 # MLX writes the signature of a kernel: this is the one place where a word can be added to it.
@@ -160,9 +166,13 @@ FN unsigned pair(f16, float a, float b) { return (unsigned)RAW((f16)a) | (unsign
 #define LOWS(u, v) (((u) & 0xffffu) | ((v) << 16))
 #define HIGHS(u, v) (((u) >> 16) | ((v) & 0xffff0000u))
 #define PART(u, m, c) (((u) & (m)) | (c))
-FN void stream1(bool when, GLOBAL(unsigned) p, LOCAL(unsigned) o) { if (when) words1(p, o); }
-FN void stream2(bool when, GLOBAL(unsigned) p, LOCAL(unsigned) o) { if (when) words2(p, o); }
-FN void stream4(bool when, GLOBAL(unsigned) p, LOCAL(unsigned) o) { if (when) words4(p, o); }
+#define COPY16(when, array, i, p) \
+  if (when) { (array)[i] = (p)[0]; (array)[(i) + 1] = (p)[1]; (array)[(i) + 2] = (p)[2]; (array)[(i) + 3] = (p)[3]; }
+#define COPIED()
+#define ARRIVED(n) simdgroup_barrier(mem_flags::mem_threadgroup)
+#define TAKE1(array, i, o) { *(o) = (array)[i]; }
+#define TAKE2(array, i, o) { (o)[0] = (array)[i]; (o)[1] = (array)[(i) + 1]; }
+#define TAKE4(array, i, o) { TAKE2(array, i, o) TAKE2(array, (i) + 2, (o) + 2) }
 #define MMA(T, c, ...) mma((T)0.0f, lane, (c), __VA_ARGS__)
 #define MATRIX_OF(T) \
 FN unsigned pair_mul(T kind, unsigned u, unsigned v) { \

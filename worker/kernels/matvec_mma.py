@@ -24,31 +24,42 @@ import mlx.core as mx
 from worker.kernels.dialect import MAX_ROWS, Kernel, Launch
 from worker.kernels.operands import PLAIN, Affine, Extras, arrays, defines
 
-# Lane 4 g + t: lines g and g + 8 of each tile (with glu a gate and its up), row g of each eight rows of x, a quarter t of a unit.
+# Lane 4 g + t: lines g and g + 8 of each tile (with glu a gate and its up), row g of each eight rows of x, a quarter t
+# of a unit. In `ring` a line of a step is `chunks` of 16 bytes; units lie exchanged by line, in other banks.
 _HEAD: Final = r"""
+SHARED(unsigned, ring, SPLIT * SLOTS * TILES * STEP * UNIT * BITS / 2);
 SHARED(float, sums, SPLIT * TILES * 176);
-SHARED(float, squares, SPLIT * 8);
+SHARED(float, squares, SPLIT * 16);
 const int g = lane >> 2, t = lane & 3, made = (GLU ? 8 : 16) * TILES, first = bx * made;
 const int eights = (R + 7) / 8, units = K / UNIT, steps = (units + STEP - 1) / STEP;
-const int pairs = UNIT / 8, words = UNIT * BITS / 128;
-float acc[TILES * eights * 4], square[eights];
+const int pairs = UNIT / 8, words = UNIT * BITS / 128, chunks = STEP * words, slot = TILES * 64 * chunks;
+const int span = K / 32 * BITS, apart = 32 / chunks, mixed = (chunks < 8 ? chunks : 8) / words - 1;
+float acc[TILES * eights * 4];
 UNROLL for (int i = 0; i < TILES * eights * 4; i++) acc[i] = 0.0f;
-UNROLL for (int e = 0; e < eights; e++) square[e] = 0.0f;
-int below[TILES * 2];
-UNROLL for (int i = 0; i < TILES * 2; i++) {
-  const int away = 8 * (GLU ? i / 2 : i);
-  below[i] = N % made == 0 || first + g + away < N ? away : N - 1 - first - g;
-}
-GLOBAL(unsigned) lines = (GLOBAL(unsigned))weight + (long)(first + g) * (K / 32 * BITS) + (sg * STEP * 4 + t) * words;
-GLOBAL(unsigned) ups = lines + (GLU ? (long)N * (K / 32 * BITS) : 0);
+GLOBAL(unsigned) from = (GLOBAL(unsigned))weight + LINE(lane / chunks) * span + (sg * chunks + lane % chunks) * 4;
 GLOBAL(unsigned) rows = (GLOBAL(unsigned))x + g * (K / 2) + (sg * STEP * 4 + t) * pairs;
 GLOBAL(unsigned) gains = (GLOBAL(unsigned))NORM_WEIGHT + (sg * STEP * 4 + t) * pairs;
-unsigned a[STEP * TILES * 2 * words], v[eights * pairs], b[eights * pairs], gain[NORM ? pairs : 1];
-UNROLL for (int i = 0; i < STEP * TILES * 2 * words; i++) a[i] = 0u;
+unsigned v[eights * pairs], b[eights * pairs], gain[NORM ? pairs : 1];
 UNROLL for (int i = 0; i < eights * pairs; i++) v[i] = 0u;
-UNROLL for (int q = 0; q < STEP; q++) {
-  const bool more = sg * STEP + (units % STEP == 0 ? 0 : q) < units;
+int to = sg * SLOTS * slot, at = to;
+for (int i = 0; i < SLOTS - 1; i++) {
+  const int step = sg + i * SPLIT;
   WEIGHT
+}
+if (NORM) {
+  float square[R];
+  UNROLL for (int w = 0; w < R; w++) square[w] = 0.0f;
+  for (int k = tid * 8; k < K; k += SPLIT * 256) {
+    UNROLL for (int w = 0; w < R; w++) {
+      float y[8];
+      load8(x + w * K + k, y);
+      UNROLL for (int i = 0; i < 8; i++) square[w] = FMA(y[i], y[i], square[w]);
+    }
+  }
+  UNROLL for (int w = 0; w < R; w++) {
+    square[w] = SUM32(square[w]);
+    if (lane == 0) squares[sg * 16 + w] = square[w];
+  }
 }
 FIRST
 {
@@ -57,18 +68,27 @@ FIRST
   ROWS
 }
 ROLL for (int c = sg; c < steps; c += SPLIT) {
-  lines += SPLIT * STEP * 4 * words;
-  ups += SPLIT * STEP * 4 * words;
+  ARRIVED(SLOTS - 2);
+  {
+    const int step = c + (SLOTS - 1) * SPLIT;
+    WEIGHT
+  }
   LATER
   UNROLL for (int q = 0; q < STEP; q++) {
     if (units % STEP == 0 || c * STEP + q < units) {
 """
 
-# The next unit of the weight into place q of the registers, and of x and the norm's weight.
+# A step of the weight on its way into the next slot.
 _WEIGHT: Final = r"""
-  UNROLL for (int i = 0; i < TILES * 2; i++)
-    STREAM(more, (GLU && i % 2 ? ups : lines) + below[i] * (K / 32 * BITS) + q * 4 * words,
-           a + (q * TILES * 2 + i) * words);
+  UNROLL for (int i = 0; i < TILES * 16; i += apart) {
+    const int l = i + lane / chunks, p = lane % chunks;
+    const int place = (p / words ^ (l * chunks / 8 & mixed)) * words + p % words;
+    const bool on = l < TILES * 16 && (units % STEP == 0 ? step < steps : step * chunks + p < span / 4);
+    COPY16(on, ring, to + (l * chunks + place) * 4, from + (LINE(l) - LINE(lane / chunks)) * span);
+  }
+  COPIED();
+  from += SPLIT * chunks * 4;
+  to = to + slot == (sg + 1) * SLOTS * slot ? sg * SLOTS * slot : to + slot;
 """
 
 _ROWS: Final = r"""
@@ -86,12 +106,7 @@ _ENTER: Final = r"""
       UNROLL for (int e = 0; e < eights; e++) {
         UNROLL for (int p = 0; p < pairs; p++) {
           const int i = e * pairs + p;
-          if (NORM) {
-            float two[2];
-            UNPAIR(T, v[i], two);
-            square[e] = FMA(two[1], two[1], FMA(two[0], two[0], square[e]));
-            v[i] = PAIR_MUL(T, SHRUNK(v[i]), gain[p]);
-          }
+          if (NORM) v[i] = PAIR_MUL(T, SHRUNK(v[i]), gain[p]);
         }
         UNROLL for (int p = e * pairs; p < (e + 1) * pairs; p += 4) {
           if (BITS == 16) {
@@ -111,12 +126,22 @@ _ENTER: Final = r"""
       ROWS
 """
 
+# The unit's words of both lines of a tile.
+_TAKEN: Final = r"""
+        unsigned a[2 * words];
+        UNROLL for (int r = 0; r < 2; r++) {
+          const int unit = (q ^ (g * chunks / 8 & mixed)) * 4 + t;
+          TAKE(ring, at + (h * 16 + r * 8 + g) * chunks * 4 + unit * words, a + r * words);
+        }
+"""
+
 _DENSE: Final = r"""
       UNROLL for (int h = 0; h < TILES; h++) {
+        TAKEN
         UNROLL for (int e = 0; e < eights; e++) {
           UNROLL for (int p = 0; p < 4; p += 2) {
-            const int i = (q * TILES + h) * 8 + p, j = e * 4 + p;
-            MMA(T, acc + (h * eights + e) * 4, a[i], a[i + 4], a[i + 1], a[i + 5], b[j], b[j + 1]);
+            const int j = e * 4 + p;
+            MMA(T, acc + (h * eights + e) * 4, a[p], a[p + 4], a[p + 1], a[p + 5], b[j], b[j + 1]);
           }
         }
       }
@@ -128,13 +153,14 @@ _AFFINE: Final = r"""
       UNROLL for (int i = 0; i < eights * pairs; i += 2)
         MMA(T, plain + i / pairs * 4, ONES, ONES, ONES, ONES, b[i], b[i + 1]);
       UNROLL for (int h = 0; h < TILES; h++) {
+        TAKEN
         float low[eights * 4], high[eights * 4];
         UNROLL for (int i = 0; i < eights * 4; i++) { low[i] = 0.0f; high[i] = 0.0f; }
         UNROLL for (int i = 0; i < words; i++) {
           unsigned m[4], n[4];
           UNROLL for (int j = 0; j < 4; j++) {
-            m[j] = PART(a[(q * TILES + h) * 2 * words + i] >> (4 * j), 0x000f000fu, MAGIC);
-            n[j] = PART(a[((q * TILES + h) * 2 + 1) * words + i] >> (4 * j), 0x000f000fu, MAGIC);
+            m[j] = PART(a[i] >> (4 * j), 0x000f000fu, MAGIC);
+            n[j] = PART(a[words + i] >> (4 * j), 0x000f000fu, MAGIC);
           }
           UNROLL for (int e = 0; e < eights; e++) {
             const int j = e * pairs + i * 16 / BITS;
@@ -173,8 +199,7 @@ UNROLL for (int i = 0; i < TILES * 4; i++) next[i] = 0u;
 _SCALES: Final = r"""
   UNROLL for (int i = 0; i < TILES * 2; i++) {
     if (t < STEP && s * STEP + (units % STEP == 0 ? 0 : t) < units) {
-      const int line = first + g + (GLU && i % 2 ? N : 0) + below[i];
-      const long from = (long)line * (K / GROUP) + (s * STEP + t) * UNIT / GROUP;
+      const long from = LINE(i * 8 + g) * (K / GROUP) + (s * STEP + t) * UNIT / GROUP;
       next[i * 2] = ((GLOBAL(unsigned short))scales)[from];
       next[i * 2 + 1] = ((GLOBAL(unsigned short))biases)[from];
     }
@@ -192,11 +217,8 @@ _LATER: Final = r"""
 # The sums of the simdgroups, in their order. A column of 16 sums lies 20 words from the next one: other banks.
 _TAIL: Final = r"""
     }
-    {
-      const bool more = (c + SPLIT) * STEP + (units % STEP == 0 ? 0 : q) < units;
-      WEIGHT
-    }
   }
+  at = at + slot == (sg + 1) * SLOTS * slot ? sg * SLOTS * slot : at + slot;
   rows += SPLIT * STEP * 4 * pairs;
   gains += SPLIT * STEP * 4 * pairs;
 }
@@ -212,11 +234,6 @@ UNROLL for (int e = 0; e < eights; e++) {
       sums[z + 28] = acc[i + 3];
     }
   }
-  if (NORM) {
-    float sum = square[e] + XOR(square[e], 1);
-    sum += XOR(sum, 2);
-    if (t == 0) squares[sg * 8 + g] = sum;
-  }
   BARRIER();
   for (int i = tid; i < made * columns; i += 32 * SPLIT) {
     const int column = i / made, w = 8 * e + column, r = i % made, n = first + r;
@@ -225,7 +242,7 @@ UNROLL for (int e = 0; e < eights; e++) {
     UNROLL for (int s = 0; s < SPLIT; s++) {
       y += sums[s * TILES * 176 + z];
       if (GLU) up += sums[s * TILES * 176 + z + 8];
-      if (NORM) total += squares[s * 8 + column];
+      if (NORM) total += squares[s * 16 + w];
     }
     const float inverse = NORM ? MUL(RSQRT(total / K + EPS), GROWN) : 1.0f;
     if (n < N) {
@@ -241,14 +258,13 @@ UNROLL for (int e = 0; e < eights; e++) {
 }
 """
 
-_DENSE_BODY: Final = (_HEAD + _ENTER + _DENSE + _TAIL).replace("WEIGHT\n", _WEIGHT).replace("ROWS\n", _ROWS)
+_DENSE_BODY: Final = (_HEAD + _ENTER + _DENSE + _TAIL).replace("WEIGHT\n", _WEIGHT).replace("TAKEN\n", _TAKEN).replace("ROWS\n", _ROWS)
 for _word in ("FIRST", "LATER"):
     _DENSE_BODY = _DENSE_BODY.replace(f"{_word}\n", "")
 
 _AFFINE_BODY: Final = (
     (_HEAD + _ENTER + _AFFINE + _TAIL)
-    .replace("WEIGHT\n", _WEIGHT)
-    .replace("ROWS\n", _ROWS)
+    .replace("WEIGHT\n", _WEIGHT).replace("TAKEN\n", _TAKEN).replace("ROWS\n", _ROWS)
     .replace("FIRST\n", _FIRST)
     .replace("LATER\n", _LATER)
     .replace("SCALES\n", _SCALES)
@@ -269,6 +285,7 @@ class Tile:
     tiles: int
     split: int
     step: int
+    slots: int = 3
 
 
 def tile_of(outputs: int, width: int, weight: mx.array | Affine, *, glu: bool) -> Tile:
@@ -293,7 +310,9 @@ def _words(dtype: mx.Dtype, packing: dict[str, int]) -> tuple[tuple[str, str], .
     ones, magic, offset, shrunk, grown = _TYPES[dtype]
     bits = packing["BITS"]
     return (
-        ("STREAM", f"stream{packing['UNIT'] * bits // 128}"),
+        ("TAKE", f"TAKE{packing['UNIT'] * bits // 128}"),
+        ("LINE(l)", "((long)(N % made == 0 || FIRST_OF(l) < N ? FIRST_OF(l) : N - 1) + (GLU && (l) % 16 > 7 ? N : 0))"),
+        ("FIRST_OF(l)", "(first + (GLU ? (l) / 16 * 8 + (l) % 8 : (l)))"),
         ("ONES", ones),
         ("MAGIC", magic),
         ("OFFSET", f"{offset * (17 if bits == 8 else 1)}.0f"),
@@ -311,7 +330,7 @@ def launch(x: mx.array, weight: mx.array | Affine, extras: Extras = PLAIN, tile:
     affine = isinstance(weight, Affine)
     template: dict[str, Any] = {"T": x.dtype, "K": width, "N": outputs, "R": rows}
     template |= {"NORM": extras.norm is not None, "GLU": extras.glu}
-    template |= {"TILES": tile.tiles, "SPLIT": tile.split, "STEP": tile.step} | packing
+    template |= {"TILES": tile.tiles, "SPLIT": tile.split, "STEP": tile.step, "SLOTS": tile.slots} | packing
     kernel = Kernel(
         "matvec_mma_affine" if affine else "matvec_mma",
         tuple(operands),

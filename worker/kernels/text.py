@@ -18,7 +18,8 @@ _NAMES: Final = re.compile(r"#define (\w+)|FN \w+ (\w+)\(|typedef [^;]*?(\w+);")
 _WORDS: Final = re.compile(r"\w+")
 # The beginning of a name that the preprocessor puts together.
 _PASTED: Final = re.compile(r"(\w+)##")
-_STRINGS: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
+# Assembly in them has braces of its own.
+_STRINGS: Final = re.compile(r'"[^"\n]*"')
 # Around these a space means nothing outside of directives; around operators it can, as in `a / *b`.
 _SPACES: Final = re.compile(r" *([,;{}()\[\]?]) *")
 
@@ -83,13 +84,13 @@ def in_file(text: str, folder: Path, suffix: str) -> str:
 
 
 def _units(header: str) -> list[_Unit]:
-    """The definitions of *header*, in order. A macro that defines functions brings their names where it is used."""
+    """The definitions of *header*, in order. A macro that makes functions brings their names where it is used."""
     units: list[_Unit] = []
     text = ""
     for line in header.splitlines(keepends=True):
         text += line
-        bare = _STRINGS.sub("", text)
-        if line.endswith("\\\n") or bare.count("{") != bare.count("}") or not text.strip():
+        code = _STRINGS.sub("", text)
+        if line.endswith("\\\n") or code.count("{") != code.count("}") or not text.strip():
             continue
         names = {name for match in _NAMES.findall(text) for name in match if name}
         called = re.match(r"(\w+)\(", text)
