@@ -2,8 +2,8 @@
 
     python bench/probe.py [--models NAME,...] [--out FOLDER] [--kernels-only] [--cache FOLDER]
 
-prints the table of kernels of each model and writes the report of each, NAME.json, to FOLDER. With --cache a second
-run finds its kernels compiled.
+prints the table of kernels of each model and writes the report of each, NAME.json, to FOLDER. With --cache a
+second run finds its kernels compiled.
 """
 
 from __future__ import annotations
