@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from mtplx.errors import Exit, MtplxError
 from mtplx.settings import Settings
-from worker.engine.probe import Wish, probe
+from worker.engine.probe import Wish, named, probe
 
 _ROW: Final = "{:<12} {:<9} {:>9} {:>12} {:>12} {:>10} {:>10}  {}"
 _HEAD: Final = ("kernel", "error", "bound", "us alone", "us plain", "ms with", "ms without", "state")
@@ -46,7 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
         if given.report is not None:
             # What takes a minute to measure must have a place.
             given.report.touch()
-        wish = Wish(model=settings.model, cache_dir=settings.cache_dir, full=given.report is not None)
+        model = named(settings.model, settings.cache_dir)
+        wish = Wish(model=model, cache_dir=settings.cache_dir, full=given.report is not None)
         report = probe(wish, _say)
         if given.report is not None:
             given.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

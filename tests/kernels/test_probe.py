@@ -25,9 +25,8 @@ FEW = Extent(
 
 @pytest.fixture
 def wish(tmp_path: Path) -> Wish:
-    return Wish(
-        model=str(make_llama(tmp_path / "model", Kind(layers=1))), cache_dir=tmp_path, full=True, extent=FEW
-    )
+    model = probe.named(str(make_llama(tmp_path / "model", Kind(layers=1))), tmp_path)
+    return Wish(model=model, cache_dir=tmp_path, full=True, extent=FEW)
 
 
 def unsaid(_line: str) -> None:

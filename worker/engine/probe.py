@@ -63,13 +63,19 @@ ON_THE_CPU: Final = Extent(rows=(1, 4, 16), contexts=(64,), repeats=2)
 class Wish:
     """What is asked for.
 
-    model, cache_dir: as in the settings. full: more than the table of kernels. extent: None, by the device.
+    model: loads the model. cache_dir: as in the settings. full: more than the table of kernels. extent: None, what
+    suits the device.
     """
 
-    model: str
+    model: Callable[[], LoadedModel]
     cache_dir: Path
     full: bool
     extent: Extent | None = None
+
+
+def named(model: str, cache_dir: Path) -> Callable[[], LoadedModel]:
+    """What loads the *model* of the settings."""
+    return lambda: load(resolve_model(model, cache_dir))
 
 
 def probe(wish: Wish, say: Callable[[str], None], clock: Callable[[], float] = perf_counter) -> dict[str, Any]:
@@ -82,7 +88,7 @@ def probe(wish: Wish, say: Callable[[str], None], clock: Callable[[], float] = p
     start: dict[str, float] = {}
     say("loading the model")
     with _timed(start, "load", clock):
-        loaded = load(resolve_model(wish.model, wish.cache_dir))
+        loaded = wish.model()
     report: dict[str, Any] = {"system": system(), "device": device(), "model": described(loaded), "start_s": start}
     try:
         with _timed(start, "pack", clock):
