@@ -28,6 +28,7 @@ class Built:
     """An engine with its books, which are None where it has none.
 
     reuses: whether a request may begin with rows of an earlier one. align: it does so in multiples of this.
+    lane: as health names it.
     """
 
     engine: Engine
@@ -35,6 +36,7 @@ class Built:
     index: PrefixIndex | None = None
     reuses: bool = False
     align: int = 1
+    lane: str = ""
 
     def check_idle(self) -> None:
         """Prove that no request holds a page and that the books are right."""
@@ -83,7 +85,7 @@ def build(
         index = engine.index = PrefixIndex(
             index.pages, page_bytes=1, limit_bytes=stored, align=options.prefill_rows or 1
         )
-    return Built(engine, index.pages, index, info["prefix_reuse"], info["prefill_rows"])
+    return Built(engine, index.pages, index, info["prefix_reuse"], info["prefill_rows"], info["lane"])
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,13 @@ SAMPLINGS = (
 )
 
 
+# Lane, and whether beginnings are reused, of those that have no packed form.
+LANES = {
+    **dict.fromkeys(("gemma3", "qwen3_5", "granite_hybrid", "deepseek_v3", "llama-window"), ("module", False)),
+    "phi3": ("module", True),
+}
 # Beside the families, variants whose draws have another way to go.
-SAMPLED = (*FAMILIES, "deepseek_v3", "llama-window", "llama-bias", "llama-4bit-64", "qwen3-8bit")
+SAMPLED = (*FAMILIES, "deepseek_v3", "phi3", "llama-window", "llama-bias", "llama-4bit-64", "qwen3-8bit")
 # How an attempt goes on: ids that an earlier one drew, and the rest.
 DRAWN = (1, 15, 16, 17, 31)
 
@@ -83,11 +88,12 @@ def test_greedy_ids_are_those_of_mlx_lm_for_prompts_around_every_page_edge(model
         assert model.ids(wanted.request, chunk) == wanted.ids, (length, chunk, tokens)
 
 
-def test_a_warm_up_changes_no_answer(model):
-    engine = build(model.loaded).engine
-    engine.warm_up()
+def test_each_model_runs_on_its_lane_and_a_warm_up_changes_no_answer(model):
+    built = build(model.loaded)
+    assert (built.lane, built.reuses) == LANES.get(model.name, ("packed", True))
+    built.engine.warm_up()
     wanted = case(model.loaded, 33, BRIEF, seed=0)
-    assert answer(engine, wanted.request).ids == wanted.ids
+    assert answer(built.engine, wanted.request).ids == wanted.ids
 
 
 @pytest.mark.parametrize("model", SAMPLED, indirect=True)

@@ -25,6 +25,7 @@ MODELS = (
     "gemma3",
     "mistral",
     "granite_hybrid",
+    "phi3",
     "qwen2",
 )
 JOBS = 14

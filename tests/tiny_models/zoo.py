@@ -131,6 +131,7 @@ def _quantized(config: dict[str, Any], bits: int, group: int) -> dict[str, Any]:
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "deepseek_v3": _LATENT,
+    "phi3": {**_LLAMA, "model_type": "phi3", "tie_word_embeddings": False},
     "llama-untied": {**_LLAMA, "tie_word_embeddings": False},
     "llama-bias": {**_LLAMA, "attention_bias": True, "mlp_bias": True},
     "llama-window": {**_LLAMA, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 40},
