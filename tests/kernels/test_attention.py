@@ -87,7 +87,7 @@ def check(shape: Shape, length: int, parents: list[int] | None, count: int, seed
     pool, meta = known.pool(length, [])
     table = rope_write.constants(shape.plain, None, None, None)
     plain, written = attend(packed(q, known, new), table, pool, meta, shape.plain, tree, use_kernel=False)
-    close(plain, want)
+    close(plain.reshape(q.shape), want)
     written_rows_are_there(pool, written, known, length, new, meta)
 
 

@@ -91,7 +91,7 @@ class VerifyBank:
             assert layer.table is not None, "a model whose rope is no table of constants has no bank"
             heads, after = attend(qkv, layer.table, pool, meta, layer.heads, use_kernel=kernels)
             written.append(after)
-            x = self._added(heads.reshape(tokens.size, -1), layer.out, x)
+            x = self._added(heads, layer.out, x)
             x = self._mlp(x, layer)
         logits = self._normed(x, packed.norm, packed.head)
         return [logits, meta + self._step(tokens.size, meta.size), *([] if self._in_place else written)]

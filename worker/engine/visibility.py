@@ -177,8 +177,7 @@ class Trial:
         made, written = [], []
         for pool in pools:
             qkv = (mx.fast.rms_norm(x, None, 1e-5) + new) @ self._mix
-            out, after = attend(qkv, self._constants, pool, meta, self._heads, use_kernel=self._use_kernel)
-            x = out.reshape(x.shape[0], -1)
+            x, after = attend(qkv, self._constants, pool, meta, self._heads, use_kernel=self._use_kernel)
             made += [qkv, x]
             written.append(after)
         return [meta + more, x[0, :1], *made, *([] if self._in_place else written)]
@@ -195,7 +194,7 @@ class Trial:
                 want, again[number] = attend(
                     qkv, self._constants, again[number], self._meta(step.length), self._heads, use_kernel=False
                 )
-                worst = mx.maximum(worst, apart(got, want.reshape(got.shape)))
+                worst = mx.maximum(worst, apart(got, want))
             mx.eval(worst, again)
             errors.append(number_of(worst))
         bad = next((number for number, error in enumerate(errors) if not error <= bound), None)

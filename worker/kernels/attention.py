@@ -21,6 +21,7 @@ not see may hold anything: their scores are not used and their values count as z
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import mlx.core as mx
 
@@ -59,7 +60,7 @@ def attend(  # noqa: PLR0917 - as above
     *,
     use_kernel: bool | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Attention T [R, H, D] of the packed projection's rows, and the pool with their K and V.
+    """Attention T [R, H D] of the packed projection's rows, and the pool with their K and V.
 
     The kernels write the pool they were given and return it: take the attention as an operand before reading the
     new rows. The plain operations (`use_kernel=False`) return a new pool.
@@ -67,8 +68,9 @@ def attend(  # noqa: PLR0917 - as above
     target = chosen(use_kernel)
     if target is None or not supported(qkv, heads):
         q, pool = rope_write.reference(qkv, table, pool, meta, heads, tree)
-        return reference(q, pool, meta, heads.score_scale, tree), pool
+        return reference(q, pool, meta, heads.score_scale, tree).reshape(len(qkv), -1), pool
     first = attention_mma if target == "cuda" and attention_mma.supported(qkv, heads) else attention_fma
     pieces = first.launch(qkv, table, pool, meta, heads, tree).run(target)
-    shape = (len(qkv), heads.heads, heads.dim)
-    return attention_combine.launch(pieces, meta, shape, qkv.dtype, tree).run(target), pool
+    joined = attention_combine.launch(pieces, meta, (len(qkv), heads.heads, heads.dim), qkv.dtype, tree)
+    # Shaped as the next product takes it: a reshape would be one more node of the graph for the host to handle.
+    return replace(joined, shape=(len(qkv), heads.heads * heads.dim)).run(target), pool
