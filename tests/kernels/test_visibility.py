@@ -45,7 +45,7 @@ def test_kernels_that_write_in_place_pass_in_full(monkeypatch: pytest.MonkeyPatc
     machine = Machine()
     seen = run(machine, monkeypatch, STEPS)
     assert str(seen) == "seen in 208 steps"
-    assert machine.launches == {"attention": STEPS * LAYERS, "attention_combine": STEPS * LAYERS}
+    assert machine.launches == {"attention_fma": STEPS * LAYERS, "attention_combine": STEPS * LAYERS}
 
 
 class Losing:
