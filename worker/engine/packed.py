@@ -30,10 +30,14 @@ class NotDenseError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A product: weight T [N, K] or affine quantised, bias T [N] or None."""
+    """A product: weight T [N, K] or affine quantised, bias T [N] or None.
+
+    turned: a dense weight as its product takes it, T [K, N], a view; made in a graph it would be a node of its own.
+    """
 
     weight: mx.array | Affine
     bias: mx.array | None = None
+    turned: mx.array | None = None
 
     def __call__(self, x: mx.array) -> mx.array:
         """X T [..., K] to T [..., N] by MLX's own operations."""
@@ -49,7 +53,8 @@ class Linear:
                 bits=weight.bits,
             )
             return y if self.bias is None else y + self.bias
-        return x @ weight.T if self.bias is None else mx.addmm(self.bias, x, weight.T)
+        turned = weight.T if self.turned is None else self.turned
+        return x @ turned if self.bias is None else mx.addmm(self.bias, x, turned)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -206,7 +211,13 @@ def _linear(module: Any) -> Linear:
     if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
         weight = Affine(module.weight, module.scales, module.biases, module.group_size, module.bits)
         return Linear(weight, bias)
-    return Linear(module.weight, bias)
+    return _dense(module.weight, bias)
+
+
+def _dense(weight: mx.array, bias: mx.array | None) -> Linear:
+    turned = weight.T
+    mx.eval(turned)
+    return Linear(weight, bias, turned)
 
 
 def _joined(modules: list[Any]) -> Linear:
@@ -216,7 +227,7 @@ def _joined(modules: list[Any]) -> Linear:
         first = modules[0]
         weight = Affine(whole["weight"], whole["scales"], whole["biases"], first.group_size, first.bits)
         return Linear(weight, whole.get("bias"))
-    return Linear(whole["weight"], whole.get("bias"))
+    return _dense(whole["weight"], whole.get("bias"))
 
 
 def _join(modules: list[Any], name: str) -> mx.array:
