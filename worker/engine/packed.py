@@ -56,13 +56,6 @@ class Linear:
         turned = weight.T if self.turned is None else self.turned
         return x @ turned if self.bias is None else mx.addmm(self.bias, x, turned)
 
-    @property
-    def arrays(self) -> list[mx.array]:
-        """The arrays it holds."""
-        weight = self.weight
-        parts = [weight.words, weight.scales, weight.biases] if isinstance(weight, Affine) else [weight]
-        return parts if self.bias is None else [*parts, self.bias]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
