@@ -32,7 +32,7 @@ class NotDenseError(Exception):
 class Linear:
     """A product: weight T [N, K] or affine quantised, bias T [N] or None.
 
-    turned: a dense weight as its product takes it, T [K, N], a view; made in a graph it would be a node of its own.
+    turned: a dense weight as its product takes it, T [K, N], a view; made in a graph it would be one more node.
     """
 
     weight: mx.array | Affine
