@@ -342,7 +342,8 @@ def build(kernel: Kernel, kind: str) -> Callable[..., list[mx.array]]:
     source = compact((_CUDA_PROLOGUE if cuda else _METAL_PROLOGUE) + _UNUSED + kernel.body)
     if cuda and _texts:
         before, source = in_file(before, _texts[-1], "h"), in_file(source, _texts[-1], "cu")
-    more: dict[str, Any] = {"shared_memory": kernel.large} if cuda and kernel.large else {}
+    # MLX lifts a threadgroup's limit of 48 KiB in all only for those that ask for more than 48000 bytes here.
+    more: dict[str, Any] = {"shared_memory": max(kernel.large, 48_016)} if cuda and kernel.large else {}
     made: Any = make(
         name=kernel.label,
         input_names=list(kernel.inputs),
