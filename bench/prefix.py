@@ -1,7 +1,7 @@
 """Time to the first token of the later turns of a chat, with the earlier turns' rows reused and without.
 
-Chats of five turns on SmolLM2 through client, broker and worker, at some 2000 tokens of context. Each turn, or each
-of those named by --cold, is asked twice: as a chat does, and cold, with `cache` false, which reuses and leaves
+Chats of five turns on SmolLM2 through client, broker and worker, at some 2000 tokens of context. Each turn, or
+each of those named by --cold, is asked twice: as a chat does, and cold, with `cache` false, which reuses and leaves
 nothing. Answers must be equal.
 """
 
@@ -43,7 +43,7 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a chat. Seconds to the first token, cold None where it was not asked so; the rest counts tokens."""
+    """One turn of a chat. Seconds to the first token, cold None where not asked so; the rest counts tokens."""
 
     number: int
     warm_s: float

@@ -337,14 +337,14 @@ _texts: list[Path] = []
 def build(kernel: Kernel, kind: str) -> Callable[..., list[mx.array]]:
     """MLX's callable for *kernel* on *kind*; made once."""
     cuda = kind == "cuda"
-    make = mx.fast.cuda_kernel if cuda else mx.fast.metal_kernel
+    make: Any = mx.fast.cuda_kernel if cuda else mx.fast.metal_kernel
     before = header(kernel, cuda=cuda)
     source = compact((_CUDA_PROLOGUE if cuda else _METAL_PROLOGUE) + _UNUSED + kernel.body)
     if cuda and _texts:
         before, source = in_file(before, _texts[-1], "h"), in_file(source, _texts[-1], "cu")
     # MLX lifts a threadgroup's limit of 48 KiB in all only for those that ask for more than 48000 bytes here.
     more: dict[str, Any] = {"shared_memory": max(kernel.large, 48_016)} if cuda and kernel.large else {}
-    made: Any = make(
+    made = make(
         name=kernel.label,
         input_names=list(kernel.inputs),
         output_names=[kernel.output],
