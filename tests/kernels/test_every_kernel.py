@@ -21,6 +21,7 @@ from worker.kernels import (
     attention_fma,
     attention_mma,
     matvec,
+    matvec_mma,
     move_rows,
     read_pages,
     rope_write,
@@ -69,10 +70,10 @@ def join(tree: mx.array | None) -> Launch:
     return attention_combine.launch(mx.ones((size,)), META, (8, 4, 128), mx.bfloat16, tree)
 
 
-def affine(bits: int) -> Launch:
+def affine(bits: int, launch: Callable[..., Launch] = matvec.launch) -> Launch:
     words, scales, biases = mx.quantize(some(64, 1024), group_size=64, bits=bits)
     weight = matvec.Affine(words, scales, biases, 64, bits)
-    return matvec.launch(some(2, 1024), weight, matvec.Extras(norm=some(1024), glu=True))
+    return launch(some(2, 1024), weight, matvec.Extras(norm=some(1024), glu=True))
 
 
 TREE = rows.tree_array([-1, 0, 0, 1, 1, 2, 3, 6])
@@ -96,6 +97,11 @@ EXAMPLES: dict[str, list[Callable[[], Launch]]] = {
     "read_pages": [lambda: read_pages.launch(some(2, 1, 64, 128), META, 20, some(1))],
     "move_rows": [lambda: move_rows.launch(some(2, 1, 64, 128), mx.array([[1, 2], [3, 4]], dtype=mx.int32))],
     "matvec": [lambda: matvec.launch(some(16, 64), some(64, 64)), lambda: affine(4), lambda: affine(8)],
+    "matvec_mma": [
+        lambda: matvec_mma.launch(some(16, 64), some(64, 64)),
+        lambda: affine(4, matvec_mma.launch),
+        lambda: affine(8, matvec_mma.launch),
+    ],
 }
 
 
