@@ -1,8 +1,8 @@
 """Time to the first token of the later turns of a chat, with the earlier turns' rows reused and without.
 
 Chats of five turns on SmolLM2 through client, broker and worker, at some 2000 tokens of context. Each turn, or
-each of those named by --cold, is asked twice: as a chat does, and cold, with `cache` false, which reuses and leaves
-nothing. Answers must be equal.
+each of those named by --cold, is asked twice: as a chat does, and cold, with `cache` false, which reuses and
+leaves nothing. Answers must be equal.
 """
 
 from __future__ import annotations
