@@ -36,13 +36,17 @@ class Figure:
         return "yes" if reached else "no"
 
 
-def machine() -> str:
-    """The machine in words, without its name."""
-    return f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+def machine(device: str = "") -> str:
+    """The machine in words, without its name; *device*: its GPU."""
+    own = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    return f"{device}, {own}" if device else own
 
 
 def commit() -> str:
-    """The commit measured, marked where the tree differs from it."""
+    """The commit measured, marked where the tree differs from it; a copy without git names it in .commit."""
+    named = ROOT / ".commit"
+    if named.exists():
+        return named.read_text().strip()
     head = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -56,8 +60,11 @@ def commit() -> str:
     return (head.stdout.strip() or "unknown") + ("+changes" if changed.stdout.strip() else "")
 
 
-def write(name: str, figures: list[Figure], command: str | None = None) -> None:
-    """Print the table of *figures* and write bench/results/NAME.json; *command* is this program's by default."""
+def write(name: str, figures: list[Figure], command: str | None = None, device: str = "") -> None:
+    """Print the table of *figures* and write bench/results/NAME.json.
+
+    *command* is this program's by default; *device*, the GPU in words where one was measured.
+    """
     table = Table(title=name)
     for column in ("figure", "value", "unit", "goal", "met"):
         table.add_column(column, justify="left" if column in ("figure", "unit") else "right")
@@ -67,9 +74,14 @@ def write(name: str, figures: list[Figure], command: str | None = None) -> None:
             one.name, f"{one.value:.4g}", one.unit, "" if one.goal is None else f"{sign} {one.goal:g}", one.met
         )
     Console().print(table)
+    save(name, figures, command, device)
+
+
+def save(name: str, figures: list[Figure], command: str | None = None, device: str = "") -> None:
+    """As `write`, without the table."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     report = {
-        "machine": machine(),
+        "machine": machine(device),
         "commit": commit(),
         "command": command or " ".join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "figures": [asdict(one) for one in figures],

@@ -99,6 +99,7 @@ def done(record: Record, final: m.Final, model: str) -> m.Done:
             "attempt": record.run.attempt,
             "max_tokens_used": final.max_tokens_used,
             "row_invariant": final.row_invariant,
+            "prefix_exact": final.prefix_exact,
             "speculation": final.speculation,
         },
     )

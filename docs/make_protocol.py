@@ -27,7 +27,7 @@ JOB_MEANINGS = {
     "prompt": "Text to go on from, tokenized as it is.",
     "messages": "A conversation, put through the model's chat template. `content` may be empty, `role` may not.",
     "token_ids": "The prompt as token ids of this model.",
-    "max_tokens": "Most tokens drawn; cut to what the context leaves (`run.max_tokens_used` in DONE).",
+    "max_tokens": "Most tokens drawn; cut to what context and KV memory leave (`run.max_tokens_used` in DONE).",
     "temperature": "0 takes the most likely token.",
     "top_p": "Keeps the most likely tokens that together reach this probability; 1 keeps all.",
     "top_k": "Keeps this many tokens; 0 keeps all.",

@@ -127,6 +127,16 @@ def context_error(name: str, prompt_tokens: int, context: int) -> BadJobError:
     )
 
 
+def capacity_error(name: str, prompt_tokens: int, capacity: int) -> BadJobError:
+    """The refusal of a prompt that the worker's memory for keys and values cannot hold together with an answer."""
+    return BadJobError(
+        f"The prompt has {prompt_tokens} tokens and the worker's KV memory {capacity} positions, "
+        "one of which the answer needs; shorten the prompt, or give the worker more by --kv-memory.",
+        field=name,
+        detail={"prompt_tokens": prompt_tokens, "capacity": capacity},
+    )
+
+
 def _shown(name: Any) -> str:
     if not isinstance(name, str):
         return type(name).__name__

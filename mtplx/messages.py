@@ -1,8 +1,7 @@
 """Every message of MTX/1, one frozen dataclass each: the single source of the protocol.
 
-The codec (`wire.py`), the tables of `docs/protocol.md` and the golden vectors are made from this file.
-A field is `Annotated[python type, wire type, "meaning"]`; `BODY` puts it into the body map (frame 3)
-instead of the header map (frame 2); a default makes it optional. Times end in their unit.
+The codec (`wire.py`), the tables of `docs/protocol.md` and the golden vectors are made from this file. A field is
+`Annotated[python type, wire type, "meaning"]`; `BODY` puts it into the body map; a default makes it optional.
 """
 
 from __future__ import annotations
@@ -303,6 +302,7 @@ class Final(Message):
     route: Annotated[str, STR, BODY, "`serial_b1`, or the width executor's name."]
     row_invariant: Annotated[bool, BOOL, BODY, "Whether rows are computed alike for every width."]
     speculation: Speculation
+    prefix_exact: Annotated[bool, BOOL, BODY, "Whether the reused rows are those a cold run would write."] = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from mtplx import paths
 from mtplx.errors import SettingsError
+from mtplx.sizes import parse_size
 
 PREFIX: Final = "MTPLX_"
 STAGES: Final = ("auto", "h0", "h1", "h2")
@@ -59,7 +60,7 @@ class Settings:
     batch_wait_ms: int = _setting(0, "Always 0: there is no gather window.")
     batching_preset: str = _setting("solo", "solo or latency; batched presets are refused.")
     run_dir: Path = _setting(paths.default_run, "Folder of sockets and lock, mode 0700.")
-    cache_dir: Path = _setting(_default_cache, "Folder of pulled models.")
+    cache_dir: Path = _setting(_default_cache, "Folder of pulled models and compiled kernels.")
     front: str = _setting("", "Endpoint for producers (ipc:// or loopback tcp://); default in run_dir.")
     back: str = _setting("", "Endpoint for the worker; default in run_dir.")
     queue_jobs: int = _setting(1000, "Jobs that may wait; more are refused with a retry hint.")
@@ -73,8 +74,10 @@ class Settings:
     stall_s: float = _setting(120.0, "Seconds without progress after which a beating worker counts as stalled.")
     drain_s: float = _setting(25.0, "Seconds the running job gets to end when the broker is told to stop.")
     prefill_chunk: int = _setting(512, "Prompt tokens read between two looks for a cancel.")
+    kv_memory: str = _setting("auto", "Memory for keys and values: auto, or a size such as 512MB, 4GB or 1.5GiB.")
     trace_file: Path | None = _setting(None, "Write spans to this file, one JSON object a line.")
     otlp_endpoint: str = _setting("", "Send spans to this OTLP/HTTP collector, as OTEL_EXPORTER_OTLP_ENDPOINT.")
+    reference: bool = _setting(default=False, text="Decode by mlx-lm's own loop, to compare with.")
     log_level: str = _setting("warning", "debug, info, warning or error.")
 
     def __post_init__(self) -> None:
@@ -101,6 +104,13 @@ class Settings:
                 raise SettingsError(f"{flag(name)} must be from {low} to {high}, not {getattr(self, name)}.")
         if not self.model.strip():
             raise SettingsError("--model is empty; give a pulled name, a directory or a Hugging Face id.")
+        try:
+            _ = self.kv_bytes
+        except ValueError:
+            raise SettingsError(
+                f"--kv-memory {self.kv_memory!r} is wrong: "
+                "it must be auto, or a size such as 512MB, 4GB or 1.5GiB."
+            ) from None
         if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise SettingsError(
                 f"--otlp-endpoint {self.otlp_endpoint!r} is no collector's address; write http://127.0.0.1:4318."
@@ -154,6 +164,11 @@ class Settings:
         """The endpoint of *side*: `front` for producers, `back` for the worker."""
         return getattr(self, side) or f"ipc://{self.run_dir}/{side}.sock"
 
+    @property
+    def kv_bytes(self) -> int | None:
+        """Bytes for keys and values; None if the worker is to choose."""
+        return None if self.kv_memory == "auto" else parse_size(self.kv_memory)
+
     def environment(self) -> dict[str, str]:
         """An environment in which a child process loads these same settings."""
         kept = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
@@ -192,6 +207,11 @@ _FIELDS: Final = {item.name: item for item in fields(Settings)}
 def flag(name: str) -> str:
     """The command-line spelling of a setting."""
     return "--" + name.replace("_", "-")
+
+
+def kernel_folder(folder: Path) -> Path:
+    """Where MLX's CUDA build looks for compiled kernels: as its own variable says, else *folder* from now on."""
+    return Path(os.environ.setdefault("MLX_PTX_CACHE_DIR", str(folder)))
 
 
 def _place(endpoint: str) -> str:
@@ -262,16 +282,28 @@ def _parsed(where: str, name: str, value: Any) -> Any:
             return SchedulerMode(value)
         if wanted in ("Path", "Path | None"):
             return Path(value).expanduser().absolute()
+        if wanted == "bool":
+            return _switch(value)
         if wanted in ("int", "float"):
             return _number(int if wanted == "int" else float, value)
     except (TypeError, ValueError):
-        needed = {"int": "a whole number", "float": "a number"}.get(
-            str(wanted), "one of " + ", ".join(SchedulerMode)
-        )
+        kinds = {"int": "a whole number", "float": "a number", "bool": f"one of {', '.join(_SWITCHES)}"}
+        needed = kinds.get(str(wanted), "one of " + ", ".join(SchedulerMode))
         raise SettingsError(f"{where} = {value!r} is wrong: it must be {needed}.") from None
     if not isinstance(value, str):
         raise SettingsError(f"{where} = {value!r} must be text.")
     return value
+
+
+_SWITCHES: Final = {"1": True, "true": True, "0": False, "false": False}
+
+
+def _switch(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, str) or value.lower() not in _SWITCHES:
+        raise ValueError(value)
+    return _SWITCHES[value.lower()]
 
 
 def _number(kind: type[int | float], value: Any) -> Any:

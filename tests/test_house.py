@@ -34,8 +34,9 @@ MAY_IMPORT = {
 SOCKET_FILES = {
     "mtplx/link.py", "mtplx/sockets.py", "mtplx/scripted_worker.py", "broker/loop.py", "broker/endpoints.py", "worker/loop.py", "worker/pulse.py",
 }  # fmt: skip
-# The GGUF is read by MLX; the detokenizer and the stop matcher are mlx-lm's, and touch no array.
-MLX_FILES = {"worker/gguf.py", "worker/text.py"}
+# The GGUF is read by MLX; the detokenizer and the stop matcher are mlx-lm's, and touch no array. Beside the books of the
+# pages stand the arrays that they are about.
+MLX_FILES = {"worker/gguf.py", "worker/text.py", "worker/kv/pool.py", "worker/kv/cache.py"}
 CATCH_ALL_FILES = {"broker/loop.py", "worker/loop.py", "mtplx/cli/program.py"}
 
 

@@ -41,6 +41,7 @@ class Final:
     max_tokens_used: the budget after it was cut to what fits the context.
     first_token_s: None when the attempt was cancelled before it had a token.
     sha256: over all ids of the answer, those of earlier tries included (see `mtplx.trajectory`).
+    prefix_exact: whether a cold run would have written the same bits into the rows of the cached tokens.
     """
 
     finish_reason: str
@@ -54,4 +55,5 @@ class Final:
     sha256: str
     route: str
     row_invariant: bool
+    prefix_exact: bool = True
     speculation: dict[str, Any] = field(default_factory=dict)

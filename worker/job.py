@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from mtplx.errors import BadJobError, JobError
-from mtplx.job import PROMPT_FIELDS, Job, context_error
+from mtplx.job import PROMPT_FIELDS, Job, capacity_error, context_error
 from mtplx.trajectory import trajectory_sha256
 from worker.attempt import Attempt, Chunk, Final, Progress
 from worker.engine.engine import Cancelled, Engine, EngineRequest, Figures, NumericError
@@ -31,11 +31,11 @@ def run_job(
     Closing the iterator ends the attempt as well. The engine is stopped on every way out.
 
     Raises:
-        BadJobError: when the job does not fit the model; nothing was computed.
+        BadJobError: when the job does not fit the model or the engine's memory; nothing was computed.
         JobError: with code E_NUMERIC, when the model's numbers are not finite.
     """
     began = clock()
-    prompt, budget = _admit(attempt.job, loaded)
+    prompt, budget = _admit(attempt.job, loaded, engine.capacity)
     answer = _Answer(attempt.job, loaded, budget)
     for token in attempt.drawn:
         answer.take(token)
@@ -69,7 +69,7 @@ def run_job(
     yield _final(answer, len(prompt), times, figures)
 
 
-def _admit(job: Job, loaded: LoadedModel) -> tuple[tuple[int, ...], int]:
+def _admit(job: Job, loaded: LoadedModel, capacity: int) -> tuple[tuple[int, ...], int]:
     """The ids of the prompt and the budget that fits behind it, before any forward."""
     job.check(loaded.limits)
     prompt = tuple(encode_prompt(loaded.tokenizer, job))
@@ -83,7 +83,9 @@ def _admit(job: Job, loaded: LoadedModel) -> tuple[tuple[int, ...], int]:
         )
     if len(prompt) >= loaded.context:
         raise context_error(name, len(prompt), loaded.context)
-    return prompt, min(job.max_tokens, loaded.context - len(prompt))
+    if len(prompt) >= capacity:
+        raise capacity_error(name, len(prompt), capacity)
+    return prompt, min(job.max_tokens, min(loaded.context, capacity) - len(prompt))
 
 
 def _request(attempt: Attempt, prompt: tuple[int, ...], budget: int) -> EngineRequest:
@@ -102,7 +104,7 @@ def _request(attempt: Attempt, prompt: tuple[int, ...], budget: int) -> EngineRe
         logprobs=job.logprobs,
     )
     left = budget - len(attempt.drawn)
-    return EngineRequest(prompt=prompt, drawn=attempt.drawn, sampling=sampling, max_tokens=left)
+    return EngineRequest(prompt=prompt, drawn=attempt.drawn, sampling=sampling, max_tokens=left, cache=job.cache)
 
 
 class _Answer:
@@ -156,6 +158,7 @@ def _final(answer: _Answer, prompt_tokens: int, times: _Times, figures: Figures)
         sha256=trajectory_sha256(answer.ids),
         route=figures.route,
         row_invariant=figures.row_invariant,
+        prefix_exact=figures.prefix_exact,
         speculation={
             "drafted": figures.drafted,
             "accepted_by_depth": list(figures.accepted_by_depth),

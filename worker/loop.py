@@ -297,4 +297,5 @@ def _final(run: m.Run, final: JobFinal) -> m.Final:
         route=final.route,
         row_invariant=final.row_invariant,
         speculation=final.speculation,
+        prefix_exact=final.prefix_exact,
     )

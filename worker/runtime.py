@@ -5,12 +5,17 @@ from __future__ import annotations
 import platform
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from mtplx.settings import SchedulerMode, Settings
+from worker.engine.build import Options, build
+from worker.engine.engine import Engine
 from worker.engine.load import LoadedModel, device_name, load, resolve_model
 from worker.engine.reference import ReferenceEngine
 from worker.job import run_job
+from worker.kernels import disk_cache
 from worker.loop import Offer, Worker
 
 
@@ -19,16 +24,28 @@ def start(settings: Settings, *, watch_stdin: bool = False) -> Worker:
 
     Raises:
         ModelFilesError: the model is missing or incomplete.
+        SettingsError: the memory asked for cannot be had.
     """
+    kernels = disk_cache.open_folder(settings.cache_dir)
     loaded = load(resolve_model(settings.model, settings.cache_dir))
-    engine = ReferenceEngine(loaded, settings.prefill_chunk)
+    engine, info = engine_of(settings, loaded, kernels)
     engine.warm_up()
     run = partial(run_job, engine=engine, loaded=loaded, clock=perf_counter)
-    return Worker(settings, offer(settings, loaded), run, watch_stdin=watch_stdin)
+    return Worker(settings, offer(settings, loaded, info), run, watch_stdin=watch_stdin)
 
 
-def offer(settings: Settings, loaded: LoadedModel) -> Offer:
-    """What READY tells of this worker."""
+def engine_of(settings: Settings, loaded: LoadedModel, kernels: Path | None) -> tuple[Engine, dict[str, Any]]:
+    """The engine that *settings* ask for, and what health tells of it; *kernels*: where compiled ones are kept."""
+    if settings.reference:
+        return ReferenceEngine(loaded, settings.prefill_chunk), {"lane": "reference", "row_invariant": False}
+    return build(
+        loaded,
+        Options(kv_bytes=settings.kv_bytes, prefill_chunk=settings.prefill_chunk, kernel_folder=kernels),
+    )
+
+
+def offer(settings: Settings, loaded: LoadedModel, info: dict[str, Any]) -> Offer:
+    """What READY tells of this worker; *info*: what the engine adds."""
     hyper = settings.scheduler_mode is SchedulerMode.HYPER
     return Offer(
         mode=str(settings.scheduler_mode),
@@ -40,8 +57,7 @@ def offer(settings: Settings, loaded: LoadedModel) -> Offer:
         info={
             "device": device_name(),
             "dtype": loaded.dtype,
-            "engine": "reference",
-            "row_invariant": False,
+            **info,
             "width_executor": False,
             "versions": {
                 "python": platform.python_version(),

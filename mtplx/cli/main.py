@@ -11,6 +11,7 @@ from mtplx.cli.batch import batch
 from mtplx.cli.demo import demo
 from mtplx.cli.ops import cancel, health, jobs
 from mtplx.cli.options import settings_options
+from mtplx.cli.probe import probe
 from mtplx.cli.pull import pull
 from mtplx.cli.run import INTERRUPTED, run
 from mtplx.cli.serve import serve
@@ -57,7 +58,7 @@ def main(context: click.Context, /, **flags: Any) -> None:
             click.echo(context.get_help())
 
 
-for command in (serve, run, batch, health, jobs, cancel, pull, demo):
+for command in (serve, run, batch, health, jobs, cancel, pull, probe, demo):
     main.add_command(command)
 
 

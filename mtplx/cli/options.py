@@ -48,9 +48,11 @@ def _default(item: Field[Any]) -> str:
 def _options(command: Command, names: tuple[str, ...]) -> Command:
     for item in reversed(fields(Settings)):
         if item.name in names:
-            option = click.option(
-                flag(item.name), item.name, metavar="VALUE", help=item.metadata["help"] + _default(item)
-            )
+            text = item.metadata["help"]
+            if item.type == "bool":
+                option = click.option(flag(item.name), item.name, is_flag=True, default=None, help=text)
+            else:
+                option = click.option(flag(item.name), item.name, metavar="VALUE", help=text + _default(item))
             command = option(command)
     config = click.option("--config", type=click.Path(path_type=Path), help="Settings file (TOML).")
     return config(command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from itertools import pairwise
 
 import mlx.core as mx
@@ -126,6 +127,41 @@ def test_a_budget_is_cut_to_what_fits_and_reported(room, length, budget, used):
     assert (final.finish_reason, final.completion_tokens, final.max_tokens_used) == ("length", used, used)
 
 
+@pytest.mark.parametrize("length", [100, 101, 400])
+def test_a_prompt_that_fills_the_engines_memory_is_refused_with_both_numbers_before_any_forward(
+    room, length, monkeypatch
+):
+    room.engine.capacity = 100
+    monkeypatch.setattr(room.engine, "start", lambda *_: pytest.fail("a forward ran"))
+    for body, name in (({"token_ids": [5] * length}, "token_ids"), ({"prompt": "z" * (length - 1)}, "prompt")):
+        with pytest.raises(BadJobError, match=f"{length} tokens .* 100 positions.*--kv-memory") as caught:
+            room.run(body)
+        assert (caught.value.code, caught.value.field) == ("E_BAD_JOB", name)
+        assert caught.value.detail == {"prompt_tokens": length, "capacity": 100}
+
+
+def test_a_prompt_beyond_context_and_memory_is_refused_for_the_context(room):
+    room.engine.capacity = 100
+    with pytest.raises(BadJobError) as caught:
+        room.run({"token_ids": [5] * 512})
+    assert caught.value.detail == {"prompt_tokens": 512, "context": 512}
+
+
+@pytest.mark.parametrize(
+    ("length", "budget", "used"), [(99, 100, 1), (90, 100, 10), (90, 11, 10), (90, 10, 10), (90, 9, 9)]
+)
+def test_a_budget_is_cut_to_what_the_engines_memory_holds(room, length, budget, used):
+    room.engine.capacity = 100
+    _, final = room.run({"token_ids": [5] * length, "max_tokens": budget, **NO_END})
+    assert (final.finish_reason, final.completion_tokens, final.max_tokens_used) == ("length", used, used)
+
+
+def test_a_memory_beyond_the_context_changes_nothing(room):
+    room.engine.capacity = 600
+    _, final = room.run({"token_ids": [5] * 500, "max_tokens": 100, **NO_END})
+    assert final.max_tokens_used == 12
+
+
 def test_one_seed_gives_one_text_whatever_ran_in_between(room):
     body = {**SAMPLED, "max_tokens": 30}
     first = room.ids(body, seed=11)
@@ -219,6 +255,21 @@ def test_everything_happens_on_the_calling_thread(tiny_dir, monkeypatch):
     Room(load(tiny_dir)).run({**SAMPLED, "max_tokens": 4, "logprobs": 2})
     assert seen == {threading.get_ident()}
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(("cache", "exact"), [(True, True), ("answers", False), (False, True)])
+def test_the_wish_for_reuse_reaches_the_engine_and_the_final_record_tells_what_came_of_it(
+    room, monkeypatch, cache, exact
+):
+    engine, asked = room.engine, []
+    start, stop = engine.start, engine.stop
+    monkeypatch.setattr(
+        engine, "start", lambda request, progress: (asked.append(request), start(request, progress))
+    )
+    monkeypatch.setattr(engine, "stop", lambda: replace(stop(), cached_tokens=3, prefix_exact=exact))
+    final = room.run({**PROMPT, "max_tokens": 1, "cache": cache})[1]
+    assert [(one.cache, one.owner) for one in asked] == [(cache, b"")]
+    assert (final.cached_tokens, final.prefix_exact) == (3, exact)
 
 
 def test_leaving_the_iterator_early_stops_the_engine(room):

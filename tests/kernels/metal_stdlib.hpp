@@ -169,7 +169,19 @@ static int run_group(bool backwards) {
     for (int i = 0; i < count; i++) fibers[i].state = READY;
   }
 }
-static int run_grid(uint x, uint y, uint z, int threads, bool backwards) {
+// An operand that is written in place: every group starts from it as it was before the launch, as if all ran at
+// once, and what they write is gathered. Groups may write the same place if they write the same bits.
+struct Place { uchar* bytes; uchar* before; uchar* after; size_t size; };
+static bool gather(const Place& place) {
+  if (!memcmp(place.bytes, place.before, place.size)) return true;
+  for (size_t i = 0; i < place.size; i++) if (place.bytes[i] != place.before[i]) {
+    if (place.after[i] != place.before[i] && place.after[i] != place.bytes[i]) return false;
+    place.after[i] = place.bytes[i];
+  }
+  memcpy(place.bytes, place.before, place.size);
+  return true;
+}
+static int run_grid(uint x, uint y, uint z, int threads, bool backwards, const Place& place) {
   prepare(threads);
   const uint total = x * y * z;
   for (uint i = 0; i < total; i++) {
@@ -177,7 +189,9 @@ static int run_grid(uint x, uint y, uint z, int threads, bool backwards) {
     group = {g % x, g / x % y, g / x / y};
     const int code = run_group(backwards);
     if (code) return code;
+    if (!gather(place)) return 4;
   }
+  memcpy(place.bytes, place.after, place.size);
   return 0;
 }
 }  // namespace standin
@@ -190,6 +204,7 @@ static int run_grid(uint x, uint y, uint z, int threads, bool backwards) {
 // ---- namespace metal
 namespace metal {
 enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
+static inline mem_flags operator|(mem_flags a, mem_flags b) { return (mem_flags)((int)a | (int)b); }
 static inline void threadgroup_barrier(mem_flags) { standin::give_way(standin::AT_BARRIER); }
 static inline void simdgroup_barrier(mem_flags) { standin::exchange(standin::SHUFFLE, 0, 0.0f); }
 static inline float simd_sum(float v) { return standin::exchange(standin::SUM, 0, v); }

@@ -3,7 +3,7 @@
 The text is MLX's own: a graph that holds the kernel is exported to a file, for which MLX generates what it would hand
 to Metal, signature and instantiation included. It is compiled by the machine's C++ compiler with `metal_stdlib.hpp`.
 Each buffer lies between guards of NaN bytes, outputs are NaN at first, and runs alternate between two orders of the
-threads, so that a missing barrier has a chance to show.
+threads, so that a missing barrier has a chance to show. No threadgroup sees what another one writes.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ FAILURES = {
     1: "lanes asked different things",
     2: "the lanes of a simdgroup parted",
     3: "some threads missed a barrier",
+    4: "threadgroups wrote different bits to the same place",
 }
 
 
@@ -111,9 +112,9 @@ def _library(text: Text) -> ctypes.CDLL:
         f'#include "{STDLIB}"\n{text.source}\n'
         "static void** buffers;\n"
         f"static void call() {{ {called}({', '.join(arguments)}); }}\n"
-        'extern "C" int run(void** with, const unsigned* groups, int threads, int backwards) {\n'
+        'extern "C" int run(void** with, const unsigned* groups, int threads, int backwards, standin::Place* place) {\n'
         "  buffers = with; standin::entry = call;\n"
-        "  return standin::run_grid(groups[0], groups[1], groups[2], threads, backwards);\n}\n"
+        "  return standin::run_grid(groups[0], groups[1], groups[2], threads, backwards, *place);\n}\n"
     )
     digest = hashlib.sha256((driver + STDLIB.read_text() + " ".join(COMPILER)).encode()).hexdigest()[:24]
     made = CACHE / f"{digest}.so"
@@ -185,7 +186,10 @@ def run(launch: Launch, written: str | None = None) -> tuple[mx.array, mx.array 
             buffers[name] = Buffer(np.array(named[name.removesuffix("_shape")].shape, np.int32))
     before = {name: buffer.bytes.copy() for name, buffer in buffers.items()}
     pointers = (ctypes.c_void_p * len(buffers))(*[buffer.address for buffer in buffers.values()])
-    code = library.run(pointers, (ctypes.c_uint * 3)(*launch.groups), launch.threads, _turn % 2)
+    shared = buffers[written].bytes if written else np.zeros(0, np.uint8)
+    copies = (shared, shared.copy(), shared.copy())
+    place = (ctypes.c_size_t * 4)(*[one.ctypes.data for one in copies], shared.size)
+    code = library.run(pointers, (ctypes.c_uint * 3)(*launch.groups), launch.threads, _turn % 2, place)
     assert code == 0, f"{text.name}: {FAILURES[code]}"
     for name, buffer in buffers.items():
         buffer.check(name)

@@ -14,7 +14,7 @@ def test_a_row_has_at_most_32_pieces_of_whole_tiles() -> None:
         size = rows.cut(position)
         assert position // size < rows.SPLITS
         assert size % 32 == 0
-        assert size == rows.FIRST_CUT or position >= size // 2 * rows.SPLITS
+        assert position // size >= (rows.SPLITS // 2 if position >= 2048 else position // 64)
 
 
 def test_a_tree_knows_depths_and_paths() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -41,6 +43,25 @@ def test_lanes_and_threadgroup_memory_work() -> None:
 def test_a_mistake_is_found(body: str, word: str) -> None:
     with pytest.raises(AssertionError, match=word):
         standin.run(launch(body))
+
+
+def groups_of(body: str) -> Launch:
+    return replace(launch(body), groups=(2, 1, 1), shape=(128,))
+
+
+def test_a_threadgroup_does_not_see_what_another_one_writes_in_place() -> None:
+    for _ in range(2):
+        body = "out[64 * bx + tid] = x[63 - tid]; BARRIER(); ((OUT(T))x)[bx * 32 + lane] = 7.0f;"
+        got, written = standin.run(groups_of(body), written="x")
+        assert written is not None
+        assert np.array(got).tolist() == [*range(63, -1, -1)] * 2
+        assert np.array(written).tolist() == [7] * 64
+
+
+def test_threadgroups_that_write_one_place_differently_are_found() -> None:
+    with pytest.raises(AssertionError, match="different bits"):
+        standin.run(groups_of("((OUT(T))x)[lane] = (float)bx + 0.5f; out[64 * bx + tid] = 0.0f;"), written="x")
+    standin.run(groups_of("((OUT(T))x)[lane] = 0.5f; out[64 * bx + tid] = 0.0f;"), written="x")
 
 
 def test_text_that_is_no_metal_does_not_compile() -> None:

@@ -48,10 +48,11 @@ class Run:
 
 
 class Rig:
-    def __init__(self, count: int, limit_pages: int) -> None:
+    def __init__(self, count: int, limit_pages: int, align: int = 1) -> None:
         self.pages = Pages(count)
+        self.align = align
         self.index = PrefixIndex(
-            self.pages, page_bytes=PAGE_BYTES, limit_bytes=limit_pages * PAGE_BYTES + PAGE_BYTES - 1
+            self.pages, page_bytes=PAGE_BYTES, limit_bytes=limit_pages * PAGE_BYTES + PAGE_BYTES - 1, align=align
         )
         self.memory: dict[int, Row | None] = {}
         self.runs: list[Run] = []
@@ -74,6 +75,7 @@ class Rig:
             self.check_refusal(error, before, fits=len(ids) + budget <= room)
             return None
         assert opened.cached in (expected.length, len(expected.pages) * PAGE)
+        assert self.align == 1 or not opened.copies, "whole pages are shared, never copied"
         run = Run(opened, list(ids), opened.cached, chain_of(ids))
         self.copy(opened.copies)
         self.runs.append(run)
@@ -107,6 +109,7 @@ class Rig:
 
     def store(self, run: Run) -> int:
         rows = self.index.store(run.opened, run.ids, run.verified)
+        assert rows % self.align == 0 or self.index.pages_held == self.index._limit_pages
         if rows:
             key = (run.opened.owner, tuple(run.ids[:rows]))
             self.stored[key] = max(self.stored.get(key, 0), min(run.sequence.exact, rows))
@@ -195,7 +198,9 @@ class Rig:
         """The brute-force answer: exact while nothing was evicted, an upper bound afterwards."""
         prompt_rows = self.best(ids, owner, answers=False)
         best = {True: prompt_rows, False: 0, "answers": self.best(ids, owner, answers=True)}[cache]
+        best = best // self.align * self.align
         assert match.length <= best
+        assert match.length % self.align == 0
         assert match.length < max(len(ids), 1)
         if not self.cleared and not self.index.figures.evicted_pages:
             assert match.length == best

@@ -13,14 +13,15 @@ from kv.rig import Rig, Run
 PICK = st.integers(0, 1000)
 ROWS = st.sampled_from([0, 1, 2, 5, 16, 31, 32, 33, 63, 64, 65])
 CACHE = st.sampled_from([True, True, "answers", "answers", False])
+ALIGN = st.sampled_from([1, 1, 64, 128])
 
 
 class Moves:
     """The moves of many jobs over one rig, told apart by plain numbers."""
 
-    def __init__(self, count: int, limit_pages: int, runs: int = 4) -> None:
-        self.rig = Rig(count, limit_pages)
-        self.most = runs
+    def __init__(self, count: int, limit_pages: int, align: int = 1) -> None:
+        self.rig = Rig(count, limit_pages, align)
+        self.most = 4
         self.texts: list[list[int]] = [[]]
 
     def run(self, pick: int) -> Run | None:
@@ -93,9 +94,9 @@ class Jobs(RuleBasedStateMachine):
 
     moves: Moves
 
-    @initialize(count=st.integers(2, 24), limit=st.integers(0, 24), roomy=st.booleans())
-    def begin(self, count, limit, roomy):
-        self.moves = Moves(80, 80) if roomy else Moves(count, limit)
+    @initialize(count=st.integers(2, 24), limit=st.integers(0, 24), roomy=st.booleans(), align=ALIGN)
+    def begin(self, count, limit, roomy, align):
+        self.moves = Moves(80, 80, align) if roomy else Moves(count, limit, align)
 
     @rule(
         pick=PICK,
@@ -178,7 +179,7 @@ def random_moves(seed: int, steps: int) -> Rig:
     """*steps* random moves with `check` after each, in pools of changing size."""
     draw = random.Random(seed)
     rows = [0, 1, 2, 5, 16, 31, 32, 33, 63, 64, 65]
-    moves = Moves(draw.randrange(4, 40), draw.randrange(40))
+    moves = Moves(draw.randrange(4, 40), draw.randrange(40), [1, 64, 1, 128][seed % 4])
     choices = {
         "open": lambda pick: moves.open(
             pick,

@@ -288,7 +288,14 @@ EXCHANGE: list[Message] = [
         timings=EXAMPLES["timings"],
         seed=7,
         sha256=trajectory_sha256((464, 6766)),
-        run={"model": "scripted", "route": "serial_b1", "attempt": 1, "max_tokens_used": 2, "row_invariant": True},
+        run={
+            "model": "scripted",
+            "route": "serial_b1",
+            "attempt": 1,
+            "max_tokens_used": 2,
+            "row_invariant": True,
+            "prefix_exact": True,
+        },
     ),
     m.Ack(ID),
 ]

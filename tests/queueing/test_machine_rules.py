@@ -25,6 +25,16 @@ def test_a_job_runs_from_submit_to_done_and_its_reader_sees_each_step_in_order()
     assert rig.text(1) == done.text
 
 
+@pytest.mark.parametrize("said", [{}, {"prefix_exact": True}, {"prefix_exact": False}])
+def test_done_tells_whether_reused_rows_were_exact_and_a_worker_that_says_nothing_reused_none(said):
+    rig = Rig()
+    rig.ready()
+    rig.submit(1)
+    rig.final(cached_tokens=2, **said)
+    assert rig.last_word(1).usage["cached_tokens"] == 2
+    assert rig.last_word(1).run["prefix_exact"] is said.get("prefix_exact", True)
+
+
 def test_jobs_of_several_producers_run_in_the_order_of_their_admission():
     rig = Rig()
     for number, route in enumerate([b"c", b"a", b"b", b"a", b"c"], start=1):

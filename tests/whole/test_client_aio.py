@@ -9,7 +9,7 @@ import pytest
 from whole.fake_broker import WORDS, FakeBroker, chunks, done
 
 from mtplx import AsyncClient, BadJobError, BrokerUnreachableError, BusyError, JobError
-from mtplx.messages import Bye, Cancel, Error, GiveCredit
+from mtplx.messages import Bye, Cancel, Error, GiveCredit, Submit
 
 TEXT = "".join(WORDS)
 
@@ -164,7 +164,8 @@ def test_a_stream_is_cancelled_with_await(broker: FakeBroker) -> None:
 
 
 def test_a_submit_cancelled_at_its_admission_withdraws_the_job(broker: FakeBroker) -> None:
-    broker.reply = lambda it, submit: [it.admit(submit)]
+    # Held back until the submit waits for it: only then does the reader below see the admission first.
+    broker.reply = lambda _it, _submit: []
 
     async def main() -> None:
         async with AsyncClient(broker.endpoint) as client:
@@ -178,6 +179,8 @@ def test_a_submit_cancelled_at_its_admission_withdraws_the_job(broker: FakeBroke
 
             for descriptor in client._link.fds:
                 asyncio.get_running_loop().add_reader(descriptor, cancel_at_admission)
+            submit = await asyncio.to_thread(broker.wait_for, Submit)
+            broker.say(broker.admit(submit))
             with pytest.raises(asyncio.CancelledError):
                 await task
             assert client._session.streams == {}

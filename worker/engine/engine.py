@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from worker.engine.sample import Sampling
+from worker.kv.prefix import Cache
 
 # Called with (prompt ids read, prompt ids in all); it may raise Cancelled.
 PrefillProgress = Callable[[int, int], None]
@@ -26,13 +27,19 @@ class EngineRequest:
 
     prompt: ids of the prompt, at least one, all of them in the model's vocabulary.
     drawn: ids an earlier attempt already drew; they are read after the prompt and never drawn again.
-    max_tokens: how many ids may be drawn at most, *drawn* not counted; the caller has cut it to the context.
+    max_tokens: how many ids may be drawn at most, *drawn* not counted; the caller has cut it to context
+        and capacity.
+    cache: which rows of earlier requests may be reused: True, those that prefill wrote, so that the answer is that
+        of a cold run; "answers", also those that drawing wrote; False, none, and none of this one are kept.
+    owner: whose rows may be reused, and who may reuse these; compared byte for byte.
     """
 
     prompt: tuple[int, ...]
     sampling: Sampling
     max_tokens: int
     drawn: tuple[int, ...] = ()
+    cache: Cache = True
+    owner: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +54,15 @@ class Step:
 class Figures:
     """How the answer was computed.
 
+    cached_tokens: leading ids of the prompt whose rows were reused.
+    prefix_exact: whether a cold run would have written the same bits into these rows.
     widths: how many decode forwards ran with that many rows.
     """
 
     route: str
     row_invariant: bool
     cached_tokens: int = 0
+    prefix_exact: bool = True
     drafted: int = 0
     accepted_by_depth: tuple[int, ...] = ()
     verify_forwards: int = 0
@@ -60,7 +70,12 @@ class Figures:
 
 
 class Engine(Protocol):
-    """Runs one request at a time. All calls come from one thread, which alone touches the device."""
+    """Runs one request at a time. All calls come from one thread, which alone touches the device.
+
+    capacity: positions that one request may have, prompt, drawn ids and budget together; the caller sees to it.
+    """
+
+    capacity: int
 
     def warm_up(self) -> None:
         """Make every kernel a job may need; called once, before the first job."""

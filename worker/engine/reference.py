@@ -10,6 +10,7 @@ from typing import Any, Final, cast
 import mlx.core as mx
 from mlx_lm.generate import generate_step
 
+from mtplx.job import MAX_INT
 from worker.engine.engine import EngineRequest, Figures, NumericError, PrefillProgress, Step
 from worker.engine.load import LoadedModel
 from worker.engine.sample import KeyedSampler, RawLogits, Sampling, penalties
@@ -22,7 +23,10 @@ class ReferenceEngine:
     """The `Engine` over mlx-lm's loop at batch size 1.
 
     While the caller handles a token, the device already computes the next; one forward is dropped at the end.
+    mlx-lm's caches grow as they need: the model's context alone limits a request.
     """
+
+    capacity = MAX_INT
 
     def __init__(self, loaded: LoadedModel, prefill_chunk: int = DEFAULT_PREFILL_CHUNK) -> None:
         self._loaded = loaded

@@ -55,16 +55,29 @@ def key(seed: int, t: int) -> mx.array:
     return mx.array([mixed & _MASK32, (mixed >> 32) ^ t], dtype=mx.uint32)
 
 
-def gumbel(noise_key: mx.array, width: int) -> mx.array:
-    """Gumbel noise of *noise_key*, float32 [width], indexed by token id.
+def words(noise_key: mx.array, width: int) -> mx.array:
+    """The random bits of *noise_key*, uint32 [width], indexed by token id.
 
-    The bits are the first *width* words of `mx.random.split(noise_key, h)`, h = ceil(width / 2): MLX's
-    threefry2x32, where the counters (i, i + h) give the words i and i + h. The uniform number keeps the upper 23
-    bits and sits in the middle of its interval: exact in float32, never 0 and never 1.
+    The first *width* words of `mx.random.split(noise_key, h)`, h = ceil(width / 2): MLX's threefry2x32, where the
+    counters (i, i + h) give the words i and i + h.
     """
-    bits = mx.random.split(noise_key, (width + 1) // 2).reshape(-1)[:width]
+    bits: mx.array = mx.random.split(noise_key, (width + 1) // 2).reshape(-1)[:width]
+    return bits
+
+
+def gumbel_of(bits: mx.array) -> mx.array:
+    """Gumbel noise of random *bits*: uint32 to float32 of the same shape.
+
+    The uniform number keeps the upper 23 bits and sits in the middle of its interval: exact in float32, never 0
+    and never 1.
+    """
     uniform = ((bits >> 9).astype(mx.float32) + 0.5) * (2.0**-23)
     return -mx.log(-mx.log(uniform))
+
+
+def gumbel(noise_key: mx.array, width: int) -> mx.array:
+    """Gumbel noise of *noise_key*, float32 [width], indexed by token id."""
+    return gumbel_of(words(noise_key, width))
 
 
 class KeyedSampler:

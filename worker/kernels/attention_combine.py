@@ -14,25 +14,38 @@ import mlx.core as mx
 from worker.kernels import rows
 from worker.kernels.dialect import Kernel, Launch, chosen
 
+# A thread has four columns and every SHARES-th piece; all of its loads are on their way at once.
 BODY: Final = r"""
-SHARED(float, part, 4 * D);
-const int position = meta[0] + DEPTH(bx / H), each = (D + 31) / 32;
+const int ACROSS = D / 4, SHARES = 128 / ACROSS, EACH = (SPLITS + SHARES - 1) / SHARES;
+SHARED(float, weight, 32);
+SHARED(float, part, 128 / (D / 4) * D);
+const int position = meta[0] + DEPTH(bx / H), share = tid / ACROSS, column = tid % ACROSS * 4;
 CUT
 const int count = position / cut + 1;
 GLOBAL(float) marks = pieces + (long)SPLITS * R * H * D;
-const float mine = lane < count ? marks[(lane * R * H + bx) * 2] : -1e30f, best = MAX32(mine);
-const float total = SUM32(lane < count ? MUL(EXP2(mine - best), marks[(lane * R * H + bx) * 2 + 1]) : 0.0f);
-float acc[each];
-UNROLL for (int c = 0; c < each; c++) acc[c] = 0.0f;
-for (int i = sg; i < count; i += 4) {
-  const float scale = EXP2(marks[(i * R * H + bx) * 2] - best);
-  UNROLL for (int c = 0; c < each; c++) if (lane + 32 * c < D)
-    acc[c] = FMA(scale, pieces[(long)(i * R * H + bx) * D + lane + 32 * c], acc[c]);
+float v[EACH * 4], acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+UNROLL for (int i = 0; i < EACH; i++) {
+  const int piece = share + i * SHARES;
+  if (piece < count && share < SHARES) load4(pieces + (long)(piece * R * H + bx) * D + column, v + i * 4);
 }
-UNROLL for (int c = 0; c < each; c++) if (lane + 32 * c < D) part[sg * D + lane + 32 * c] = acc[c];
+const float mine = lane < count ? marks[(lane * R * H + bx) * 2] : -1e30f, best = MAX32(mine);
+const float scale = lane < count ? EXP2(mine - best) : 0.0f;
+const float total = SUM32(lane < count ? MUL(scale, marks[(lane * R * H + bx) * 2 + 1]) : 0.0f);
+if (sg == 0) weight[lane] = scale;
 BARRIER();
-for (int c = tid; c < D; c += 128)
-  out[(long)bx * D + c] = (T)(((part[c] + part[D + c]) + (part[2 * D + c] + part[3 * D + c])) / total);
+UNROLL for (int i = 0; i < EACH; i++) {
+  const int piece = share + i * SHARES;
+  if (piece < count && share < SHARES) {
+    UNROLL for (int c = 0; c < 4; c++) acc[c] = FMA(weight[piece], v[i * 4 + c], acc[c]);
+  }
+}
+if (share < SHARES) { UNROLL for (int c = 0; c < 4; c++) part[share * D + column + c] = acc[c]; }
+BARRIER();
+for (int c = tid; c < D; c += 128) {
+  float sum = part[c];
+  UNROLL for (int i = 1; i < SHARES; i++) sum += part[i * D + c];
+  out[(long)bx * D + c] = (T)(sum / total);
+}
 """
 
 
@@ -41,13 +54,8 @@ def launch(
 ) -> Launch:
     """The kernel on the operands of the contract; *shape* is (R, H, D)."""
     count, heads, dim = shape
-    words = (
-        *rows.WORDS,
-        *(rows.CHAIN if tree is None else rows.TREE),
-        ("CUT", rows.CUT.strip().replace("\n", " ")),
-    )
     operands = {"pieces": pieces, "meta": meta} | ({} if tree is None else {"tree": tree})
-    kernel = Kernel("attention_combine", tuple(operands), "out", BODY, words)
+    kernel = Kernel("attention_combine", tuple(operands), "out", BODY, rows.words(tree))
     template = (("T", dtype), ("D", dim), ("H", heads), ("R", count))
     return Launch(kernel, tuple(operands.values()), template, (count * heads, 1, 1), 128, tuple(shape), dtype)
 
@@ -61,9 +69,7 @@ def reference(
     sums = pieces[: records * dim].reshape(rows.SPLITS, count, heads, dim)
     marks = pieces[records * dim :].reshape(rows.SPLITS, count, heads, 2)
     positions = meta[0] + rows.depths(count, tree)
-    cuts = mx.full(positions.shape, rows.FIRST_CUT, dtype=mx.int32)
-    for _ in range(20):
-        cuts = mx.where(positions >= cuts * rows.SPLITS, cuts * 2, cuts)
+    cuts = rows.FIRST_CUT * (positions // (rows.FIRST_CUT * rows.SPLITS) + 1)
     has = (mx.arange(rows.SPLITS)[:, None] <= positions // cuts)[:, :, None, None]
     best = mx.max(mx.where(has, marks[..., :1], -1e30), axis=0)
     weights = mx.where(has, mx.exp((marks[..., :1] - best) * math.log(2)), 0.0)

@@ -6,8 +6,10 @@ thread. A simdgroup is a warp: 32 lanes. The words:
 - `GLOBAL(T)`, `OUT(T)`, `LOCAL(T)`: pointer to const device memory, to device memory, to the thread's own
   arrays.
 - `SHARED(T, name, n)`: an array of the threadgroup. It is used by name only: no pointer to it is ever taken.
+  `LARGE(T, name, n)`: the one array of a kernel that may take more than 48 KiB; its bytes stand in the Kernel too.
 - `BARRIER()`, `XOR(v, m)`, `SUM32(v)`, `MAX32(v)`: the threadgroup's barrier; exchange, sum, maximum of 32
-  lanes.
+  lanes. `DEVICE_BARRIER()`: after it a threadgroup also reads what it wrote to device memory before.
+- `QUAD`: 16 bytes to keep in a SHARED array, as `f` (float4), `u` (uint4), `s[4]` (float) or `h[8]` (ushort).
 - `FMA(a, b, c)`, `MUL(a, b)`: one rounding each, and never joined with a neighbour by the compiler. Every
   product that is added to something is written with them, so that a row's bits do not depend on how a kernel
   was unrolled.
@@ -25,7 +27,6 @@ A kernel with `matrix` has more words. T is a 16-bit type, of which an unsigned 
 - `UNPAIR(T, u, o)`, `PAIR_MUL(T, u, v)`: the values of a word to float32; products of two words, rounded to T.
 - `LOWS(u, v)`, `HIGHS(u, v)`, `PART(u, m, c)`, `FROM(u, l)`: the first values of two words, the second ones;
   (u & m) | c; lane l's word.
-- `RING(name, n)`: `SHARED(unsigned, name, n)`, on CUDA of any size; one a kernel, of `ring` bytes.
 - `COPY16(when, array, i, p)`, `COPIED()`, `ARRIVED(n)`, `TAKE1/2/4(array, i, o)`: four words from device memory
   into a threadgroup's array of unsigned, if *when*, while the simdgroup goes on; the end of a group of copies; a
   wait of the simdgroup until all groups but the last n are there; consecutive words of the array.
@@ -37,12 +38,16 @@ costs the host as much as a second kernel.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any, Final, cast
 
 import mlx.core as mx
+
+from worker.kernels.text import compact, in_file, needed
 
 PAGE: Final = 32
 """Positions of a page; also the keys of an attention tile."""
@@ -55,7 +60,9 @@ _CUDA_HEADER: Final = r"""
 #define OUT(T) T*
 #define LOCAL(T) T*
 #define SHARED(T, name, n) __shared__ T name[n]
+#define LARGE(T, name, n) extern __shared__ __align__(16) T name[]
 #define BARRIER() __syncthreads()
+#define DEVICE_BARRIER() __syncthreads()
 #define XOR(v, m) __shfl_xor_sync(0xffffffffu, (v), (m))
 #define AS_FLOAT(u) __uint_as_float(u)
 #define FN static __device__ __forceinline__
@@ -64,11 +71,11 @@ _CUDA_HEADER: Final = r"""
 #define EXP2(x) exp2f(x)
 #define EXP(x) expf(x)
 #define RSQRT(x) rsqrtf(x)
-#define COS(x) cosf(x)
-#define SIN(x) sinf(x)
+#define SINCOS(x, s, c) sincosf((x), &(s), &(c));
 #define MAX(a, b) fmaxf((a), (b))
 #define UNROLL _Pragma("unroll")
 #define ROLL _Pragma("unroll 1")
+typedef unsigned short ushort;
 typedef __nv_bfloat16 bf16;
 typedef __half f16;
 FN float SUM32(float v) { for (int m = 16; m; m >>= 1) v += XOR(v, m); return v; }
@@ -82,7 +89,9 @@ _METAL_HEADER: Final = r"""
 #define OUT(T) device T*
 #define LOCAL(T) thread T*
 #define SHARED(T, name, n) threadgroup T name[n]
+#define LARGE(T, name, n) threadgroup T name[n]
 #define BARRIER() threadgroup_barrier(mem_flags::mem_threadgroup)
+#define DEVICE_BARRIER() threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device)
 #define XOR(v, m) simd_shuffle_xor((v), (ushort)(m))
 #define AS_FLOAT(u) as_type<float>(u)
 #define FN static inline
@@ -91,8 +100,7 @@ _METAL_HEADER: Final = r"""
 #define EXP2(x) metal::precise::exp2(x)
 #define EXP(x) metal::precise::exp(x)
 #define RSQRT(x) metal::precise::rsqrt(x)
-#define COS(x) metal::precise::cos(x)
-#define SIN(x) metal::precise::sin(x)
+#define SINCOS(x, s, c) { s = metal::precise::sin(x); c = metal::precise::cos(x); }
 #define MAX(a, b) metal::max((a), (b))
 #define UNROLL _Pragma("clang loop unroll(full)")
 #define ROLL _Pragma("clang loop unroll(disable)")
@@ -106,6 +114,7 @@ FN void two_f16(unsigned u, LOCAL(float) o) {
 
 # The words of kernels with a matrix: after the loads.
 _MATRIX: Final = r"""
+#define PAIR(T, a, b) pair((T)0.0f, (a), (b))
 #define UNPAIR(T, u, o) unpair((T)0.0f, (u), (o))
 #define PAIR_MUL(T, u, v) pair_mul((T)0.0f, (u), (v))
 FN void unpair(bf16, unsigned u, LOCAL(float) o) { two_bf16(u, o); }
@@ -127,12 +136,17 @@ FN void mma(T, float* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, uns
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1)); }
 MMA_OF(bf16, "bf16")
 MMA_OF(f16, "f16")
+FN ushort RAW(bf16 v) { return __bfloat16_as_ushort(v); }
+FN ushort RAW(f16 v) { return __half_as_ushort(v); }
+FN unsigned pair(bf16, float a, float b) {
+  const __nv_bfloat162 p = __floats2bfloat162_rn(a, b); return *(const unsigned*)&p; }
+FN unsigned pair(f16, float a, float b) {
+  const __half2 p = __floats2half2_rn(a, b); return *(const unsigned*)&p; }
 #define FROM(u, l) __shfl_sync(0xffffffffu, (u), (l))
 #define LOWS(u, v) __byte_perm((u), (v), 0x5410)
 #define HIGHS(u, v) __byte_perm((u), (v), 0x7632)
 FN unsigned PART(unsigned u, unsigned m, unsigned c) {
   unsigned o; asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(o) : "r"(u), "r"(m), "r"(c)); return o; }
-#define RING(name, n) extern __shared__ uint4 name##_bytes[]; unsigned* const name = (unsigned*)name##_bytes
 #define COPY16(when, array, i, p) copy16((when), (unsigned)__cvta_generic_to_shared(&(array)[i]), (p))
 FN void copy16(bool when, unsigned to, const unsigned* p) {
   asm volatile("{ .reg .pred on; setp.ne.b32 on, %2, 0; @on cp.async.cg.shared.global.L2::128B [%0], [%1], 16; }"
@@ -153,11 +167,13 @@ _CUDA_BOUND: Final = """
 
 # What CUDA has instructions for, spelled out.
 _METAL_MATRIX: Final = r"""
+#define RAW(v) as_type<ushort>(v)
+FN unsigned pair(bf16, float a, float b) { return (unsigned)RAW((bf16)a) | (unsigned)RAW((bf16)b) << 16; }
+FN unsigned pair(f16, float a, float b) { return (unsigned)RAW((f16)a) | (unsigned)RAW((f16)b) << 16; }
 #define FROM(u, l) simd_shuffle((u), (ushort)(l))
 #define LOWS(u, v) (((u) & 0xffffu) | ((v) << 16))
 #define HIGHS(u, v) (((u) >> 16) | ((v) & 0xffff0000u))
 #define PART(u, m, c) (((u) & (m)) | (c))
-#define RING(name, n) SHARED(unsigned, name, n)
 #define COPY16(when, array, i, p) \
   if (when) { for (int word = 0; word < 4; word++) (array)[(i) + word] = (p)[word]; }
 #define COPIED()
@@ -187,6 +203,7 @@ MATRIX_OF(f16)
 """
 
 _LOADS: Final = r"""
+typedef union { float4 f; uint4 u; float s[4]; ushort h[8]; } QUAD;
 FN void two_bf16(unsigned u, LOCAL(float) o) { o[0] = AS_FLOAT(u << 16); o[1] = AS_FLOAT(u & 0xffff0000u); }
 FN void load2(GLOBAL(float) p, LOCAL(float) o) { const float2 a = *(GLOBAL(float2))p; o[0] = a.x; o[1] = a.y; }
 FN void load4(GLOBAL(float) p, LOCAL(float) o) {
@@ -237,7 +254,7 @@ class Kernel:
     defines: tuple[tuple[str, str], ...] = ()
     matrix: bool = False
     threads: int = 0
-    ring: int = 0
+    large: int = 0
 
     @property
     def header(self) -> str:
@@ -264,6 +281,8 @@ class Launch:
 
     def run(self, target: str) -> mx.array:
         """The output, as a node of the graph, on *target* ("metal" or "cuda")."""
+        for launches in _listening:
+            launches.append(self)
         x, y, z = self.groups
         return build(self.kernel, target)(
             inputs=list(self.arrays),
@@ -273,6 +292,20 @@ class Launch:
             threadgroup=(self.threads, 1, 1),
             template=list(self.template),
         )[0]
+
+
+_listening: list[list[Launch]] = []
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """The launches that become nodes of a graph while this is open; nothing has to be computed for it."""
+    launches: list[Launch] = []
+    _listening.append(launches)
+    try:
+        yield launches
+    finally:
+        _listening.pop()
 
 
 @lru_cache(maxsize=1)
@@ -288,9 +321,16 @@ def header(kernel: Kernel, *, cuda: bool) -> str:
     words = (_CUDA_HEADER if cuda else _METAL_HEADER) + _LOADS
     if kernel.matrix:
         words += _MATRIX + (_CUDA_MATRIX if cuda else _METAL_MATRIX)
-    if kernel.threads and cuda:
-        words += _CUDA_BOUND.format(kernel.threads)
-    return words + kernel.header
+    own = (_CUDA_BOUND.format(kernel.threads) if kernel.threads and cuda else "") + kernel.header
+    return compact(needed(words, own + kernel.body) + own)
+
+
+def keep_texts(folder: Path) -> None:
+    """Put the texts of kernels that are built from now on into files of *folder*, on CUDA."""
+    _texts[:] = [folder]
+
+
+_texts: list[Path] = []
 
 
 @cache
@@ -298,13 +338,18 @@ def build(kernel: Kernel, kind: str) -> Callable[..., list[mx.array]]:
     """MLX's callable for *kernel* on *kind*; made once."""
     cuda = kind == "cuda"
     make: Any = mx.fast.cuda_kernel if cuda else mx.fast.metal_kernel
-    more = {"shared_memory": kernel.ring} if cuda and kernel.ring else {}
+    before = header(kernel, cuda=cuda)
+    source = compact((_CUDA_PROLOGUE if cuda else _METAL_PROLOGUE) + _UNUSED + kernel.body)
+    if cuda and _texts:
+        before, source = in_file(before, _texts[-1], "h"), in_file(source, _texts[-1], "cu")
+    # MLX lifts a threadgroup's limit of 48 KiB in all only for those that ask for more than 48000 bytes here.
+    more: dict[str, Any] = {"shared_memory": max(kernel.large, 48_016)} if cuda and kernel.large else {}
     made = make(
         name=kernel.label,
         input_names=list(kernel.inputs),
         output_names=[kernel.output],
-        header=header(kernel, cuda=cuda),
-        source=(_CUDA_PROLOGUE if cuda else _METAL_PROLOGUE) + _UNUSED + kernel.body,
+        header=before,
+        source=source,
         **more,
     )
     return cast("Callable[..., list[mx.array]]", made)

@@ -28,7 +28,7 @@ from worker.kernels.operands import PLAIN, Affine, Extras, arrays, defines
 # t of a unit. In `ring` a line of a step is `chunks` of 16 bytes; its units are exchanged, so that what the lanes
 # take at once lies in different banks.
 _HEAD: Final = r"""
-RING(ring, SPLIT * SLOTS * TILES * STEP * UNIT * BITS / 2);
+RING(unsigned, ring, SPLIT * SLOTS * TILES * STEP * UNIT * BITS / 2);
 SHARED(float, sums, TURNS * SPLIT * TILES * 176);
 SHARED(float, squares, SPLIT * 16);
 const int g = lane >> 2, t = lane & 3, made = (GLU ? 8 : 16) * TILES, total = (N + made - 1) / made;
@@ -350,13 +350,6 @@ def _words(dtype: mx.Dtype, packing: dict[str, int]) -> tuple[tuple[str, str], .
     )
 
 
-def _ring(tile: Tile, turns: int, packing: dict[str, int]) -> int:
-    """Bytes of the ring: at least 48 KB where it takes more with the rest, so that MLX asks CUDA for it."""
-    size = tile.split * tile.slots * tile.tiles * tile.step * packing["UNIT"] * packing["BITS"] * 2
-    rest = 4 * tile.split * (turns * tile.tiles * 176 + 16)
-    return size if size + rest <= 48 * 1024 else max(size, 48 * 1024)
-
-
 def launch(x: mx.array, weight: mx.array | Affine, extras: Extras = PLAIN, tile: Tile | None = None) -> Launch:
     """The kernel on the operands of the contract; *tile* as measured unless given."""
     (rows, width), operands = x.shape, arrays(x, weight, extras)
@@ -370,16 +363,19 @@ def launch(x: mx.array, weight: mx.array | Affine, extras: Extras = PLAIN, tile:
     template |= {"NORM": extras.norm is not None, "GLU": extras.glu}
     template |= {"TILES": tile.tiles, "SPLIT": tile.split, "STEP": tile.step, "SLOTS": tile.slots} | packing
     turns = 2 if groups < total or rows > 8 else 1
+    ring = tile.split * tile.slots * tile.tiles * tile.step * packing["UNIT"] * packing["BITS"] * 2
+    large = ring + 4 * tile.split * (turns * tile.tiles * 176 + 16) > 48 * 1024
+    words = (("TRIPS", "ROLL" if tile.ahead else "UNROLL"), ("RING", "LARGE" if large else "SHARED"))
     template |= {"AHEAD": max(1, tile.ahead), "HELD": tile.ahead == 0, "GROUPS": groups, "TURNS": turns}
     kernel = Kernel(
         "matvec_mma_affine" if affine else "matvec_mma",
         tuple(operands),
         "out",
         _BODIES[affine],
-        (*defines(extras), *_words(x.dtype, packing), ("TRIPS", "ROLL" if tile.ahead else "UNROLL")),
+        (*defines(extras), *_words(x.dtype, packing), *words),
         matrix=True,
         threads=threads,
-        ring=_ring(tile, turns, packing),
+        large=ring if large else 0,
     )
     return Launch(
         kernel,

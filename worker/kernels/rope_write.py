@@ -18,58 +18,96 @@ import mlx.core as mx
 from worker.kernels import rows
 from worker.kernels.dialect import Kernel, Launch, chosen, number
 
-BODY: Final = r"""
-const int head = bx * 4 + sg, pairs = D / 2, each = (pairs + 31) / 32;
-if (head >= H + 2 * HKV) return;
-const bool is_q = head < H, is_v = head >= H + HKV;
-GLOBAL(T) from = qkv + ((long)by * (H + 2 * HKV) + head) * D;
-float a[each], b[each];
+# One simdgroup turns one `head` of one `row`; attention has the same text before its own. PLACES: a lane's pairs
+# and their constants, the same for every head. LOAD reads the pairs to raw_a and raw_b, TAKE hands them to TURN,
+# which makes a and b, the pairs as they are stored.
+PLACES: Final = r"""
+const int each = (D / 2 + 31) / 32;
 int at_a[each], at_b[each];
-float squares = 0.0f;
+float raw_a[each], raw_b[each], a[each], b[each], gain[4 * each], frequency[each];
 UNROLL for (int i = 0; i < each; i++) {
   const int p = lane + 32 * i;
   const bool turned = p < ROT / 2;
   at_a[i] = turned && !TRADITIONAL ? p : 2 * p;
   at_b[i] = turned && !TRADITIONAL ? p + ROT / 2 : 2 * p + 1;
-  a[i] = b[i] = 0.0f;
-  if (p < pairs) { a[i] = (float)from[at_a[i]]; b[i] = (float)from[at_b[i]]; }
-  squares = FMA(b[i], b[i], FMA(a[i], a[i], squares));
-}
-if (NORM && !is_v) {
-  const float scale = RSQRT(SUM32(squares) / D + EPS);
-  UNROLL for (int i = 0; i < each; i++) if (lane + 32 * i < pairs) {
-    a[i] = (float)(T)((float)(T)(a[i] * scale) * constants[(is_q ? 0 : D) + at_a[i]]);
-    b[i] = (float)(T)((float)(T)(b[i] * scale) * constants[(is_q ? 0 : D) + at_b[i]]);
+  raw_a[i] = raw_b[i] = 0.0f;
+  if (turned) frequency[i] = constants[2 * D + p];
+  UNROLL for (int k = 0; k < 2; k++) if (NORM && p < D / 2) {
+    gain[4 * i + 2 * k] = constants[k * D + at_a[i]];
+    gain[4 * i + 2 * k + 1] = constants[k * D + at_b[i]];
   }
 }
-const int length = meta[0];
+"""
+
+LOAD: Final = r"""
+{
+  GLOBAL(T) from = qkv + ((long)row * (H + 2 * HKV) + head) * D;
+  UNROLL for (int i = 0; i < each; i++) if (lane + 32 * i < D / 2) {
+    raw_a[i] = (float)from[at_a[i]];
+    raw_b[i] = (float)from[at_b[i]];
+  }
+}
+"""
+
+TAKE: Final = "UNROLL for (int i = 0; i < each; i++) { a[i] = raw_a[i]; b[i] = raw_b[i]; }\n"
+
+TURN: Final = r"""
+const bool is_q = head < H, is_v = head >= H + HKV;
+float squares = 0.0f;
+UNROLL for (int i = 0; i < each; i++) squares = FMA(b[i], b[i], FMA(a[i], a[i], squares));
+if (NORM && !is_v) {
+  const float scale = RSQRT(SUM32(squares) / D + EPS);
+  UNROLL for (int i = 0; i < each; i++) if (lane + 32 * i < D / 2) {
+    a[i] = (float)(T)((float)(T)(a[i] * scale) * (is_q ? gain[4 * i] : gain[4 * i + 2]));
+    b[i] = (float)(T)((float)(T)(b[i] * scale) * (is_q ? gain[4 * i + 1] : gain[4 * i + 3]));
+  }
+}
 if (!is_v) {
-  const float position = (float)(length + DEPTH(by));
   UNROLL for (int i = 0; i < each; i++) if (lane + 32 * i < ROT / 2) {
-    const float angle = MUL(position, constants[2 * D + lane + 32 * i]), c = COS(angle), s = SIN(angle);
+    float s, c;
+    TURNED(row, lane + 32 * i, frequency[i], s, c)
     const float x = SCALED ? (float)(T)(a[i] * INPUT_SCALE) : a[i];
     const float y = SCALED ? (float)(T)(b[i] * INPUT_SCALE) : b[i];
     a[i] = FMA(x, c, -MUL(y, s));
     b[i] = FMA(x, s, MUL(y, c));
   }
 }
-const int index = length + by;
+"""
+
+# The place in the pool of a head of K or V of a row.
+STORED: Final = r"""
+const int index = length + row;
 const long slot = (long)meta[1 + index / PAGE] * PAGE + index % PAGE;
-const int kv = is_v ? HKV + head - H - HKV : head - H;
-OUT(T) to = is_q ? q + ((long)by * H + head) * D : (OUT(T))pool + ((long)kv * pool_shape[2] + slot) * D;
-UNROLL for (int i = 0; i < each; i++) if (lane + 32 * i < pairs) {
+OUT(T) stored = (OUT(T))pool + ((long)(head - H) * pool_shape[2] + slot) * D;
+"""
+
+BODY: Final = (
+    r"""
+const int head = bx * 4 + sg, row = by, length = meta[0];
+if (head >= H + 2 * HKV) return;
+"""
+    + PLACES
+    + LOAD
+    + TAKE
+    + TURN
+    + STORED
+    + r"""
+OUT(T) to = is_q ? q + ((long)row * H + head) * D : stored;
+UNROLL for (int i = 0; i < each; i++) if (lane + 32 * i < D / 2) {
   to[at_a[i]] = (T)a[i];
   to[at_b[i]] = (T)b[i];
 }
 """
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """The attention's shape and how its rows are turned.
+    """The attention's shape, how its rows are turned and its scores scaled.
 
     `rotated`: dimensions that rope turns, 0 for none; `traditional`: pairs are neighbours, else halves;
-    `input_scale`: what turned dimensions of q and k are multiplied with first; `norm_eps`: None where no norm.
+    `input_scale`: what turned dimensions of q and k are multiplied with first; `norm_eps`: None where no norm;
+    `scale`: what scores are multiplied with, None for 1 / sqrt(dim).
     """
 
     heads: int
@@ -79,6 +117,12 @@ class Heads:
     traditional: bool = False
     input_scale: float = 1.0
     norm_eps: float | None = None
+    scale: float | None = None
+
+    @property
+    def score_scale(self) -> float:
+        """What scores are multiplied with."""
+        return self.dim**-0.5 if self.scale is None else self.scale
 
 
 def constants(
@@ -91,37 +135,49 @@ def constants(
     return mx.concatenate(parts)
 
 
+ANGLE: Final = "MUL((float)(length + DEPTH(row)), (frequency))"
+
+TURNED: Final = ("TURNED(row, p, frequency, s, c)", f"SINCOS({ANGLE}, s, c)")
+"""How far the pair p of a row is turned."""
+
+
+def turning(heads: Heads) -> tuple[tuple[str, str], ...]:
+    """The defines of TURN, but for TURNED."""
+    return ("EPS", number(heads.norm_eps or 0.0)), ("INPUT_SCALE", number(heads.input_scale))
+
+
+def shape(heads: Heads) -> tuple[tuple[str, int], ...]:
+    """The template of TURN, beside the type."""
+    return (
+        ("D", heads.dim),
+        ("H", heads.heads),
+        ("HKV", heads.kv_heads),
+        ("ROT", heads.rotated),
+        ("NORM", heads.norm_eps is not None),
+        ("TRADITIONAL", heads.traditional),
+        ("SCALED", heads.input_scale != 1.0),
+    )
+
+
+def operands(
+    qkv: mx.array, table: mx.array, pool: mx.array, meta: mx.array, tree: mx.array | None
+) -> dict[str, mx.array]:
+    """The operands by the names that the text has for them."""
+    named = {"qkv": qkv, "constants": table, "pool": pool, "meta": meta}
+    return named if tree is None else named | {"tree": tree}
+
+
 def launch(  # noqa: PLR0917 - the operands of the contract, in its order
     qkv: mx.array, table: mx.array, pool: mx.array, meta: mx.array, heads: Heads, tree: mx.array | None = None
 ) -> Launch:
     """The kernel on the operands of the contract; *table* holds the constants."""
     rows.check_meta(meta)
-    scaled, eps = heads.input_scale != 1.0, heads.norm_eps
-    words = (
-        *rows.WORDS,
-        *(rows.CHAIN if tree is None else rows.TREE),
-        ("EPS", number(eps or 0.0)),
-        ("INPUT_SCALE", number(heads.input_scale)),
-    )
-    operands = {"qkv": qkv, "constants": table, "pool": pool, "meta": meta} | (
-        {} if tree is None else {"tree": tree}
-    )
-    kernel = Kernel("rope_write", tuple(operands), "q", BODY, words)
-    template = (
-        ("T", qkv.dtype),
-        ("D", heads.dim),
-        ("H", heads.heads),
-        ("HKV", heads.kv_heads),
-        ("ROT", heads.rotated),
-        ("NORM", eps is not None),
-        ("TRADITIONAL", heads.traditional),
-        ("SCALED", scaled),
-    )
+    named = operands(qkv, table, pool, meta, tree)
+    kernel = Kernel("rope_write", tuple(named), "q", BODY, (*rows.words(tree), *turning(heads), TURNED))
+    template = (("T", qkv.dtype), *shape(heads))
     count = qkv.shape[0]
     groups = (-(-(heads.heads + 2 * heads.kv_heads) // 4), count, 1)
-    return Launch(
-        kernel, tuple(operands.values()), template, groups, 128, (count, heads.heads, heads.dim), qkv.dtype
-    )
+    return Launch(kernel, tuple(named.values()), template, groups, 128, (count, heads.heads, heads.dim), qkv.dtype)
 
 
 def _turn(x: mx.array, angles: mx.array, heads: Heads) -> mx.array:

@@ -9,7 +9,7 @@ row i is on the path of row j, itself included). Parents come before children; d
 ...
 
 Attention cuts the keys of a row at fixed absolute positions: pieces of `cut(position)` keys, a function of the
-row's own position alone, at most `SPLITS` of them.
+row's own position alone, at most `SPLITS` of them: 16 to 32 from position 2048 on.
 """
 
 from __future__ import annotations
@@ -24,23 +24,27 @@ from worker.kernels.dialect import MAX_ROWS, PAGE
 SPLITS: Final = 32
 FIRST_CUT: Final = 64
 
-CHAIN: Final = (("DEPTH(w)", "(w)"), ("TREE", "false"), ("MASK(w)", "0u"))
+CHAIN: Final = (("DEPTH(w)", "(w)"), ("TREE", "false"), ("MASK(w)", "((2u << (w)) - 1u)"))
 TREE: Final = (("DEPTH(w)", "tree[w]"), ("TREE", "true"), ("MASK(w)", "((unsigned)tree[16 + (w)])"))
 
-WORDS: Final = (("PAGE", str(PAGE)), ("SPLITS", str(SPLITS)), ("FIRST_CUT", str(FIRST_CUT)))
+# A piece's keys, for a row at `position`.
+CUT: Final = "const int cut = FIRST_CUT * (position / (FIRST_CUT * SPLITS) + 1);"
 
-CUT: Final = r"""
-int cut = FIRST_CUT;
-while (position >= cut * SPLITS) cut *= 2;
-"""
+
+def words(tree: mx.array | None) -> tuple[tuple[str, str], ...]:
+    """The defines of a kernel that knows positions."""
+    return (
+        ("PAGE", str(PAGE)),
+        ("SPLITS", str(SPLITS)),
+        ("FIRST_CUT", str(FIRST_CUT)),
+        *(CHAIN if tree is None else TREE),
+        ("CUT", CUT),
+    )
 
 
 def cut(position: int) -> int:
     """How many keys a piece has for a row at *position*."""
-    size = FIRST_CUT
-    while position >= size * SPLITS:
-        size *= 2
-    return size
+    return FIRST_CUT * (position // (FIRST_CUT * SPLITS) + 1)
 
 
 def tree_array(parents: Sequence[int]) -> mx.array:

@@ -48,8 +48,11 @@ class Match:
 
     def without_tail(self) -> Match:
         """The full pages alone, which cost no page more than a cold start."""
-        full = len(self.pages)
-        return Match(self.pages, exact_rows=min(self.exact_rows, full * PAGE), path=self.path[:full])
+        return self.first(len(self.pages))
+
+    def first(self, full: int) -> Match:
+        """The first *full* pages alone."""
+        return Match(self.pages[:full], exact_rows=min(self.exact_rows, full * PAGE), path=self.path[:full])
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +91,20 @@ class PrefixIndex:
         page_bytes: bytes of one page in all layers together.
         limit_bytes: what the stored pages may fill at most, those counted that running sequences share; less than
             one page switches the index off.
+        align: rows are stored and reused by as many at once, so that a prefill goes on where a cold one would
+            begin a forward: 1, or a multiple of `PAGE`, with which no row is ever copied.
     """
 
-    def __init__(self, pages: Pages, *, page_bytes: int, limit_bytes: int) -> None:
+    def __init__(self, pages: Pages, *, page_bytes: int, limit_bytes: int, align: int = 1) -> None:
         if page_bytes < 1 or limit_bytes < 0:
             raise ValueError(f"{page_bytes} bytes a page under a limit of {limit_bytes} bytes")
+        if align != 1 and (align < PAGE or align % PAGE):
+            raise ValueError(f"rows are aligned to 1 or to a multiple of {PAGE}, not to {align}")
         self.figures = Figures()
-        self._pages = pages
+        self.pages = pages
         self._page_bytes = page_bytes
         self._limit_pages = limit_bytes // page_bytes
+        self._align = align
         self._roots: dict[bytes, Node] = {}
         # Oldest use first. A page comes before the one it goes on from, so that leaves are met first.
         self._nodes: OrderedDict[bytes, Node] = OrderedDict()
@@ -118,13 +126,18 @@ class PrefixIndex:
 
     def room(self) -> int:
         """Tokens, prompt and budget together, up to which `open` would not refuse now."""
-        return (self._pages.free + self._evictable(())) * PAGE
+        return (self.pages.free + self._evictable(())) * PAGE
 
     def lookup(self, ids: Ids[int], *, owner: bytes, cache: Cache) -> Match:
         """Find the longest stored beginning of the prompt *ids* that leaves at least one id to be read.
 
-        Changes nothing, the order of eviction included. Only what the same *owner* stored is found.
+        Changes nothing, the order of eviction included. Only what the same *owner* stored is found, cut down to a
+        multiple of `align` rows.
         """
+        match = self._longest(ids, owner=owner, cache=cache)
+        return match if self._align == 1 else match.first(match.length // self._align * self._align // PAGE)
+
+    def _longest(self, ids: Ids[int], *, owner: bytes, cache: Cache) -> Match:
         root = self._roots.get(owner)
         if cache is False or root is None:
             return Match()
@@ -165,10 +178,10 @@ class PrefixIndex:
             match = match.without_tail()
             needed = pages_for(tokens) - len(match.pages)
             if not self._make_room(needed, match):
-                free = self._pages.free + self._evictable(match.path)
-                raise PoolTooSmallError(needed=needed, free=free, count=self._pages.count)
+                free = self.pages.free + self._evictable(match.path)
+                raise PoolTooSmallError(needed=needed, free=free, count=self.pages.count)
         exact = match.without_tail().exact_rows
-        sequence = self._pages.reserve(tokens, shared=match.pages, exact=exact)
+        sequence = self.pages.reserve(tokens, shared=match.pages, exact=exact)
         copies: tuple[Copy, ...] = ()
         if match.tail is not None:
             copies = (Copy(match.tail, sequence.table[len(match.pages)], match.tail_rows),)
@@ -183,7 +196,7 @@ class PrefixIndex:
         return Opened(sequence, tuple(ids), owner, cache, copies, match.length, match.exact)
 
     def store(self, opened: Opened, ids: Ids[int], verified: int) -> int:
-        """Keep the first *verified* rows of a sequence for later prompts, as far as the limit allows.
+        """Keep the first *verified* rows of a sequence for later prompts, as far as limit and `align` allow.
 
         May be called while the sequence runs, and again; its stored rows are then fixed. To be called before
         `release`. A job that opted out stores nothing.
@@ -202,6 +215,7 @@ class PrefixIndex:
         if opened.cache is False:
             return 0
         node = self._roots.get(owner) or tree.root_of(owner)
+        verified = verified // self._align * self._align
         path: dict[Node, int] = {}
         victims = self._victims(path)
         for place, page in enumerate(sequence.table[: pages_for(verified)]):
@@ -249,7 +263,7 @@ class PrefixIndex:
                     assert self._nodes.get(key) is child
                     assert node is root or order[child] < order[node], "leaves are older"
         assert reached == len(self._nodes), "every page hangs on an owner"
-        self._pages.check()
+        self.pages.check()
 
     def _child(self, parent: Node, ids: tuple[int, ...]) -> Node | None:
         # A key is only a hint: owner and all ids before are compared with the parent, the page's own ids here.
@@ -264,8 +278,8 @@ class PrefixIndex:
         if same is not None and same.ids == new.ids:
             if new.exact > same.exact:
                 self._drop_covered(new)
-                self._pages.hold(new.page)
-                self._pages.drop(same.page)
+                self.pages.hold(new.page)
+                self.pages.drop(same.page)
                 same.page, same.exact = new.page, new.exact
             return same
         if len(new.ids) == PAGE:
@@ -283,7 +297,7 @@ class PrefixIndex:
                 return None
             self._evict(victim)
         assert new.parent is not None
-        self._pages.hold(new.page)
+        self.pages.hold(new.page)
         self._nodes[new.key] = new.parent.children[new.key] = new
         if new.parent.parent is None:
             self._roots[new.owner] = new.parent
@@ -302,7 +316,7 @@ class PrefixIndex:
 
     def _make_room(self, needed: int, match: Match) -> bool:
         """Evict until *needed* pages are free, but nothing of *match*; if that cannot be, False and no change."""
-        short = needed - self._pages.free
+        short = needed - self.pages.free
         if short <= 0:
             return True
         if short > self._evictable(match.path):
@@ -327,7 +341,7 @@ class PrefixIndex:
         return sum(node not in held for node in self._nodes.values())
 
     def _idle(self, node: Node) -> bool:
-        return self._pages.references(node.page) == 1
+        return self.pages.references(node.page) == 1
 
     def _evict(self, node: Node) -> None:
         self._forget(node)
@@ -336,6 +350,6 @@ class PrefixIndex:
     def _forget(self, node: Node) -> None:
         assert node.parent is not None
         del self._nodes[node.key], node.parent.children[node.key]
-        self._pages.drop(node.page)
+        self.pages.drop(node.page)
         if node.parent.parent is None and not node.parent.children:
             del self._roots[node.owner]

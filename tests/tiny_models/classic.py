@@ -1,24 +1,16 @@
-"""Models small enough to make in a test, and a room to run jobs on one: no sockets, no download."""
+"""The two models of the older tests, and the tokenizer of all tiny models."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import llama, mamba
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
-
-from mtplx.job import Job
-from worker.attempt import Attempt, Chunk, Final
-from worker.engine.load import LoadedModel
-from worker.engine.reference import ReferenceEngine
-from worker.job import run_job
 
 SENTENCE = "the quick brown fox jumps over the lazy dog while 12 wise owls watch from the old oak tree"
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
@@ -113,36 +105,3 @@ def make_tokenizer(folder: Path, kind: Kind) -> int:
     wrapped.chat_template = kind.template
     wrapped.save_pretrained(folder)
     return len(wrapped)
-
-
-@dataclass
-class Room:
-    """A model, its engine and a clock that moves one second each time it is read."""
-
-    loaded: LoadedModel
-    prefill_chunk: int = 512
-    heard: list[tuple[str, int, int]] = field(default_factory=list)
-    cancelled: Callable[[], bool] = lambda: False
-    now: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.engine = ReferenceEngine(self.loaded, self.prefill_chunk)
-
-    def tick(self) -> float:
-        self.now += 1
-        return self.now
-
-    def run(self, body: dict[str, Any], seed: int = 5, drawn: tuple[int, ...] = ()) -> tuple[list[Chunk], Final]:
-        attempt = Attempt(job=Job.parse(body), seed=seed, drawn=drawn)
-        *chunks, final = run_job(
-            attempt,
-            self.engine,
-            self.loaded,
-            clock=self.tick,
-            cancelled=self.cancelled,
-            progress=lambda *heard: self.heard.append(heard),
-        )
-        return chunks, final
-
-    def ids(self, body: dict[str, Any], **options: Any) -> list[int]:
-        return [token for chunk in self.run(body, **options)[0] for token in chunk.ids]

@@ -1,0 +1,75 @@
+"""The time from the start of a process to a warm engine: a program that the decode bench starts.
+
+    python bench/start.py MODEL
+
+loads the model of a folder that `save` wrote, builds the engine as a worker does, warms it up, and tells the time
+of day and what the engine is.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import models
+
+from worker.engine.build import Options, build
+from worker.kernels import disk_cache
+
+LIMIT_S = 240.0
+
+
+def save(shape: models.Shape, where: Path) -> None:
+    """Write the model to *where* as mlx-lm reads it. Made on the CPU: what a GPU holds is not read from here."""
+    where.mkdir(parents=True)
+    device = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    try:
+        mx.save_safetensors(str(where / "model.safetensors"), dict(tree_flatten(models.make(shape).parameters())))
+    finally:
+        mx.set_default_device(device)
+    (where / "config.json").write_text(json.dumps(shape.config))
+
+
+def timed(where: Path, kernels: Path) -> tuple[float, str]:
+    """Seconds until a fresh process is ready with the model of *where*, and what it told.
+
+    *kernels*: where MLX finds compiled kernels and leaves those that it compiles.
+    """
+    kernels.mkdir(exist_ok=True)
+    began = time.time()
+    done = subprocess.run(
+        ["env", f"MLX_PTX_CACHE_DIR={kernels}", sys.executable, __file__, str(where)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+    )
+    if done.returncode:
+        raise SystemExit(f"the engine did not start:\n{done.stderr[-2000:]}")
+    told = json.loads(done.stdout.splitlines()[-1])
+    return told["at"] - began, ", ".join(f"{key} {value}" for key, value in told["info"].items())
+
+
+def main() -> None:
+    """Be ready, and say when."""
+    where = Path(sys.argv[1])
+    kernels = disk_cache.open_folder(where.parent)
+    module, config = load_model(where)
+    shape = models.Shape(title="model", config=config, quantised="quantization" in config)
+    engine, info = build(models.loaded(shape, module), Options(kernel_folder=kernels))
+    engine.warm_up()
+    print(json.dumps({"at": time.time(), "info": {key: info[key] for key in ("lane", "form", "why", "kernels")}}))
+
+
+if __name__ == "__main__":
+    main()

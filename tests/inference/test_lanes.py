@@ -1,0 +1,189 @@
+"""The packed lane in both forms of the cache: the module's numbers, and no copy of a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+from mlx_lm.models import llama, qwen2, qwen3
+
+from worker.engine.dense_in_place import DenseInPlace
+from worker.engine.dense_tail import TAIL, DenseTail
+from worker.engine.forward import Forward, rows_needed
+from worker.engine.packed import Packed, pack
+from worker.engine.verify_bank import SIZES, Switches, VerifyBank, size_for
+from worker.kernels import dialect
+from worker.kv.pages import Pages
+from worker.kv.pool import Pool, Shape
+from worker.kv.prefix import Opened, PrefixIndex
+
+SHAPE = {
+    "model_type": "tiny",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 96,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+}
+KINDS = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3}
+IDS = [place * 37 % 96 for place in range(200)]
+
+
+def small(kind: str = "llama", **changed: object) -> nn.Module:
+    mx.random.seed(5)
+    model = KINDS[kind].Model(KINDS[kind].ModelArgs.from_dict({**SHAPE, **changed}))
+    mx.eval(model.parameters())
+    return model
+
+
+@dataclass
+class Rig:
+    """A lane over a pool whose unwritten slots hold NaN."""
+
+    lane: Forward
+    pool: Pool
+    index: PrefixIndex
+
+    @contextmanager
+    def job(self, prompt: list[int], budget: int) -> Iterator[Opened]:
+        needed = rows_needed(len(prompt) + budget, self.lane.prefill_rows)
+        opened = self.index.open(prompt, needed, owner=b"", cache=False)
+        self.lane.begin(opened)
+        yield opened
+        self.lane.end()
+        opened.sequence.release()
+
+    def read(self, ids: list[int], chunk: int) -> mx.array:
+        for start in range(0, len(ids), chunk):
+            logits = self.lane.read(ids[start : start + chunk], last=start + chunk >= len(ids))
+        return logits
+
+
+def make(packed: Packed, form: str, rows: int, pages: int = 20) -> Rig:
+    pool = Pool(
+        Shape(len(packed.layers), packed.heads.kv_heads, packed.heads.dim, packed.dtype), pages, fill=float("nan")
+    )
+    lane: Forward = (
+        DenseTail(packed, pool, prefill_rows=rows)
+        if form == "tail"
+        else DenseInPlace(packed, pool, prefill_rows=rows, switches=Switches())
+    )
+    return Rig(lane, pool, PrefixIndex(Pages(pages), page_bytes=1, limit_bytes=0))
+
+
+FORMS = [("tail", 1), ("tail", 64), ("in place", 32), ("in place", 64)]
+
+
+@pytest.mark.parametrize(("form", "rows"), FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lane_computes_what_the_module_computes(kind: str, form: str, rows: int) -> None:
+    model = small(kind)
+    rig = make(pack(model), form, rows)
+    for length in (1, 31, 32, 33, 64, 65):
+        want = model(mx.array([IDS[: length + 40]]))[0]
+        with rig.job(IDS[:length], 40):
+            got = [rig.read(IDS[:length], max(rows, 7))]
+            at = length
+            for count in (1, 1, 2, 16, 3, 1, 8, 5, 3):
+                got.append(rig.lane.rows(mx.array(IDS[at : at + count], dtype=mx.uint32)))
+                at += count
+            assert at == length + 40
+            got = mx.concatenate(got)
+            assert mx.abs(got - want[length - 1 :]).max() < 2e-5 * mx.abs(want).max()
+
+
+@pytest.mark.parametrize(("form", "rows"), FORMS)
+def test_rows_that_were_taken_back_leave_no_trace(form: str, rows: int) -> None:
+    model = small()
+    rig = make(pack(model), form, rows)
+    want = model(mx.array([IDS[:150]]))[0]
+    with rig.job(IDS[:30], 120) as opened:
+        rig.read(IDS[:30], rows if rows > 1 else 30)
+        at, got = 30, []
+        for kept in (0, 3, 16, 1, 0, 16, 16, 16, 7, 16, 16):
+            wrong = mx.array([*IDS[at : at + kept], *[95] * (16 - kept)], dtype=mx.uint32)
+            got.append(rig.lane.rows(wrong)[:kept])
+            at += kept
+            assert opened.sequence.truncate(at) == ()
+            rig.lane.settle()
+        got = mx.concatenate(got)
+        assert mx.abs(got - want[30:at]).max() < 2e-5 * mx.abs(want).max()
+
+
+def test_the_tail_form_copies_no_pool_while_steps_run_ahead() -> None:
+    packed = pack(small())
+    rig = make(packed, "tail", 1, pages=4096)
+    layer = rig.pool.arrays[0].nbytes
+    with rig.job(IDS[:40], 300):
+        logits = rig.read(IDS[:40], 40)
+
+        def steps(count: int) -> int:
+            nonlocal logits
+            mx.synchronize()
+            mx.reset_peak_memory()
+            before = mx.get_active_memory()
+            for _ in range(count):
+                ahead = rig.lane.rows(mx.argmax(logits[-1:], axis=-1).astype(mx.uint32))
+                mx.async_eval(ahead)
+                mx.eval(logits)
+                logits = ahead
+            mx.eval(logits)
+            return mx.get_peak_memory() - before
+
+        # Beyond two tails, so that folds are among the steps.
+        assert steps(2 * TAIL + 10) < layer / 4
+        held = list(rig.pool.arrays[:1]), rig.pool.arrays[0][:, :, :1]
+        assert steps(2 * TAIL + 10) > layer / 2, "a second reference makes MLX copy, and the count sees it"
+        del held
+
+
+def graph_of(packed: Packed, rows: int) -> tuple[list[str], set[str]]:
+    """Names of the primitives of a step of *rows* rows on a GPU, and of those that take a pool."""
+    pool = Pool(Shape(len(packed.layers), packed.heads.kv_heads, packed.heads.dim, packed.dtype), 8)
+    tokens, meta = mx.zeros((rows,), dtype=mx.uint32), mx.zeros((9,), dtype=mx.int32)
+    found: list[str] = []
+    takers: set[str] = set()
+
+    def hear(told: dict) -> None:
+        if told["type"] == "primitive":
+            found.append(told["name"])
+            if any(shape == pool.arrays[0].shape for _, shape, _ in told["inputs"]):
+                takers.add(told["name"])
+
+    bank = VerifyBank(packed, Switches())
+    mx.export_function(hear, bank._forward, tokens, meta, *pool.arrays)
+    return found, takers
+
+
+@pytest.mark.parametrize("rows", SIZES)
+def test_a_step_in_place_is_few_nodes_and_only_kernels_touch_a_pool(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dialect, "target", lambda: "metal")
+    packed = pack(small())
+    names, takers = graph_of(packed, rows)
+    assert takers == {"CustomKernel"}
+    layers = len(packed.layers)
+    assert names.count("CustomKernel") == 6 * layers + 1
+    # Beside them: the rows of the embedding, the length, and shapes.
+    assert len(names) <= 9 * layers + 8, names
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 16), (16, 16)])
+def test_a_forward_between_two_sizes_runs_the_larger(rows: int, size: int) -> None:
+    assert size_for(rows) == size
+
+
+def test_more_rows_than_a_forward_has_are_refused() -> None:
+    with pytest.raises(ValueError, match="at most 16 rows, not 17"):
+        size_for(17)

@@ -1,0 +1,257 @@
+"""The kernels of a model on dummy rows: all that the verify bank and prefill of the in-place form launch.
+
+Rows are of the model's own shapes and type, weights and constants its own. Pools hold NaN wherever no row is.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Final, Protocol
+
+import mlx.core as mx
+
+from worker.engine.packed import Layer, Linear, Packed
+from worker.kernels import read_pages, rope_write, rows
+from worker.kernels.attention import attend
+from worker.kernels.dialect import MAX_ROWS, PAGE
+from worker.kernels.matvec import Affine, Extras, matvec
+from worker.kernels.matvec import reference as plain_matvec
+from worker.kernels.swiglu import swiglu
+from worker.kv.pages import pages_for
+
+Result = tuple[mx.array, mx.array | None]
+"""An output, and the pool that was written, where one was."""
+
+
+class Case(Protocol):
+    """A kernel on some rows."""
+
+    @property
+    def kernel(self) -> str:
+        """Its name in health."""
+
+    @property
+    def what(self) -> str:
+        """Which rows, in words."""
+
+    def got(self) -> Result:
+        """What the kernel gives, not yet computed. The pool is written when the output is."""
+
+    def want(self) -> Result:
+        """The same by plain operations, and computed as exactly as these allow."""
+
+    def plain(self) -> mx.array:
+        """What would be computed in the kernel's stead, not yet computed."""
+
+
+def cases(packed: Packed, prefill_rows: int, sizes: Sequence[int], contexts: Sequence[int]) -> Iterator[Case]:
+    """Every kernel for every row count of *sizes*, the attention behind every one of *contexts*."""
+    # Layers are alike, but for whether they turn.
+    kinds = {layer.heads: layer for layer in packed.layers}
+    for count in sizes:
+        for layer in kinds.values():
+            for context in contexts:
+                yield Attention(packed, layer, count, context)
+    for layer in kinds.values():
+        for start in (0, prefill_rows):
+            yield Write(packed, layer, prefill_rows, start)
+    yield Read(packed, prefill_rows)
+    for name, linear, extras in _products(packed):
+        rows_of = _Rows(packed, name, linear, extras)
+        for count in sizes:
+            yield Product(rows_of, count)
+    for count in (*sizes, prefill_rows):
+        yield Activation(packed, count)
+
+
+def some(shape: Sequence[int], dtype: mx.Dtype, seed: int) -> mx.array:
+    """Numbers of mean 0 and deviation 1, the same for the same seed."""
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+
+
+def _products(packed: Packed) -> Iterator[tuple[str, Linear, Extras]]:
+    """The products as `VerifyBank` asks for them; `add` of a residual is [16, N]."""
+    layer, eps, width = packed.layers[0], packed.eps, packed.norm.size
+    residual = some((MAX_ROWS, width), packed.dtype, 1)
+    yield "qkv", layer.qkv, Extras(norm=layer.input_norm, eps=eps, add=layer.qkv.bias)
+    yield "out", layer.out, Extras(add=residual)
+    if layer.gate_up.bias is None:
+        yield "gate_up", layer.gate_up, Extras(norm=layer.post_norm, eps=eps, glu=True)
+    else:
+        yield "gate_up", layer.gate_up, Extras(norm=layer.post_norm, eps=eps, add=layer.gate_up.bias)
+    yield "down", layer.down, Extras(add=residual)
+    yield "head", packed.head, Extras(norm=packed.norm, eps=eps)
+
+
+class _Rows:
+    """16 rows for a product, and what plain operations make of them, row by row.
+
+    Several rows at once would be another product of MLX's, which may take it a minute to compile.
+    """
+
+    def __init__(self, packed: Packed, name: str, linear: Linear, extras: Extras) -> None:
+        weight = linear.weight
+        width = weight.words.shape[1] * 32 // weight.bits if isinstance(weight, Affine) else weight.shape[1]
+        self.name = name
+        self.weight = weight
+        self.extras = extras
+        self.x = some((MAX_ROWS, width), packed.dtype, 2)
+        self.plain = cache(self._plain)
+
+    def part(self, start: int, end: int) -> tuple[mx.array, Extras]:
+        """Some of the rows, and the options for them."""
+        add = self.extras.add
+        if add is not None and add.ndim == 2:
+            add = add[start:end]
+        extras = Extras(norm=self.extras.norm, eps=self.extras.eps, glu=self.extras.glu, add=add)
+        return self.x[start:end], extras
+
+    def _plain(self) -> mx.array:
+        each = [self.part(row, row + 1) for row in range(MAX_ROWS)]
+        made = mx.concatenate([plain_matvec(x, self.weight, extras) for x, extras in each])
+        mx.eval(made)
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """The first *count* rows by a product of the model."""
+
+    rows: _Rows
+    count: int
+
+    @property
+    def kernel(self) -> str:
+        """As in `Case`."""
+        return "matvec"
+
+    @property
+    def what(self) -> str:
+        """As in `Case`."""
+        return f"{self.rows.name}, rows: {self.count}"
+
+    def got(self) -> Result:
+        """As in `Case`."""
+        x, extras = self.rows.part(0, self.count)
+        return matvec(x, self.rows.weight, extras), None
+
+    def want(self) -> Result:
+        """As in `Case`."""
+        return self.rows.plain()[: self.count], None
+
+    def plain(self) -> mx.array:
+        """As in `Case`."""
+        x, extras = self.rows.part(0, self.count)
+        return matvec(x, self.rows.weight, extras, use_kernel=False)
+
+
+class _Plain:
+    """A case whose plain operations are those of the other path."""
+
+    def want(self) -> Result:
+        """As in `Case`."""
+        raise NotImplementedError
+
+    def plain(self) -> mx.array:
+        """As in `Case`."""
+        return self.want()[0]
+
+
+class _Paged(_Plain):
+    """A pool with *length* rows behind a shuffled table with room for *count* more."""
+
+    kernel: str
+
+    def __init__(self, packed: Packed, layer: Layer, count: int, length: int) -> None:
+        assert layer.table is not None, "a model whose rope is no table of constants is not served"
+        self.heads = layer.heads
+        self.table: mx.array = layer.table
+        self.count = count
+        self.length = length
+        self.what = f"rows: {count}, positions before: {length}"
+        pages = max(7, pages_for(length + count))
+        order = random.Random(length).sample(range(pages + 2), pages)  # noqa: S311 - any shuffle will do
+        self.meta = mx.array([length, *order], dtype=mx.int32)
+        joint = (self.heads.heads + 2 * self.heads.kv_heads) * self.heads.dim
+        self.qkv = some((count, joint), packed.dtype, 3)
+
+    def pool(self) -> mx.array:
+        """A new one, the same every time."""
+        shape = (2, self.heads.kv_heads, (self.meta.size + 1) * PAGE, self.heads.dim)
+        pool = mx.full(shape, math.nan, dtype=self.qkv.dtype)
+        if self.length:
+            held = some((*shape[:2], self.length, shape[3]), self.qkv.dtype, 4)
+            slots = rows.slots(self.meta, mx.arange(self.length, dtype=mx.int32))
+            place = mx.broadcast_to(slots[None, None, :, None], held.shape)
+            pool = mx.put_along_axis(pool, place, held, axis=2)
+        mx.eval(pool)
+        return pool
+
+
+class Attention(_Paged):
+    """New rows into the pool, and the attention over it."""
+
+    kernel = "attention"
+
+    def got(self) -> Result:
+        """As in `Case`."""
+        return attend(self.qkv, self.table, self.pool(), self.meta, self.heads)
+
+    def want(self) -> Result:
+        """As in `Case`."""
+        return attend(self.qkv, self.table, self.pool(), self.meta, self.heads, use_kernel=False)
+
+
+class Write(_Paged):
+    """The rows of a prefill forward into the pool."""
+
+    kernel = "rope_write"
+
+    def got(self) -> Result:
+        """As in `Case`."""
+        return rope_write.rope_write(self.qkv, self.table, self.pool(), self.meta, self.heads)
+
+    def want(self) -> Result:
+        """As in `Case`."""
+        return rope_write.rope_write(self.qkv, self.table, self.pool(), self.meta, self.heads, use_kernel=False)
+
+
+class Read(_Paged):
+    """The rows of a sequence together."""
+
+    kernel = "read_pages"
+
+    def __init__(self, packed: Packed, count: int) -> None:
+        super().__init__(packed, packed.layers[0], count, count + PAGE // 2)
+
+    def got(self) -> Result:
+        """As in `Case`."""
+        return read_pages.read_pages(self.pool(), self.meta, self.length, self.qkv), None
+
+    def want(self) -> Result:
+        """As in `Case`."""
+        return read_pages.reference(self.pool(), self.meta, self.length), None
+
+
+class Activation(_Plain):
+    """SwiGLU of *count* rows."""
+
+    kernel: Final = "swiglu"
+
+    def __init__(self, packed: Packed, count: int) -> None:
+        weight = packed.layers[0].gate_up.weight
+        width = weight.words.shape[0] if isinstance(weight, Affine) else weight.shape[0]
+        self.what = f"rows: {count}"
+        self._joint = some((count, width), packed.dtype, 5)
+
+    def got(self) -> Result:
+        """As in `Case`."""
+        return swiglu(self._joint), None
+
+    def want(self) -> Result:
+        """As in `Case`."""
+        return swiglu(self._joint, use_kernel=False), None

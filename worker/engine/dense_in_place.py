@@ -1,0 +1,134 @@
+"""The packed lane in the in-place form: kernels write the pools, the decode forward is compiled.
+
+MLX does not see a write in place. Within a forward the reader takes the writer's output; between two forwards the
+order comes from the data: a forward over tokens that the device has drawn follows the draw, and one over tokens
+that the host knows is waited for before the next begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ids
+
+import mlx.core as mx
+
+from worker.engine.forward import positions_within
+from worker.engine.packed import Layer, Packed
+from worker.engine.verify_bank import SIZES, Switches, VerifyBank, size_for
+from worker.kernels.read_pages import read_pages
+from worker.kernels.rope_write import rope_write
+from worker.kernels.swiglu import swiglu
+from worker.kv.pages import Sequence, pages_for
+from worker.kv.pool import Pool
+from worker.kv.prefix import Opened
+
+
+class DenseInPlace:
+    """The `Forward` of the dense family over kernels that write the pools."""
+
+    one_ahead = True
+    prefix_reuse = True
+    why = ""
+
+    def __init__(self, packed: Packed, pool: Pool, *, prefill_rows: int, switches: Switches) -> None:
+        self.bank = VerifyBank(packed, switches)
+        self.row_invariant = self.bank.row_invariant
+        self.prefill_rows = prefill_rows
+        self.capacity = positions_within(pool.pages, prefill_rows)
+        self._packed = packed
+        self._pool = pool
+        self._kernels = switches.kernels
+        # Room for the longest table, and never so short that MLX passes it by value.
+        self._width = max(8, 1 + pages_for(pool.pages * 32))
+        self._sequence: Sequence | None = None
+        self._meta: mx.array | None = None
+        self._meta_length = -1
+        self._latest: mx.array | None = None
+
+    def begin(self, opened: Opened) -> None:
+        """As in `Forward`."""
+        self.end()
+        self._pool.copy(opened.copies)
+        self._sequence = opened.sequence
+
+    def read(self, ids: Ids[int], last: bool) -> mx.array | None:
+        """As in `Forward`: exactly `prefill_rows` rows are computed, those beyond *ids* for nothing."""
+        sequence = self._started()
+        start, count = sequence.length, self.prefill_rows
+        meta = self._meta_at(start)
+        x = self._packed.embed(mx.array([*ids, *[0] * (count - len(ids))]))
+        layers = self._packed.layers
+        for number, layer in enumerate(layers):
+            q = self._write(x, layer, number, meta)
+            if number + 1 == len(layers) and not last:
+                break
+            x = self._attended(x, q, layer, number, meta, start + count)
+        sequence.append(len(ids), prompt=True)
+        if not last:
+            mx.eval(q, self._pool.arrays)
+            return None
+        row = x[len(ids) - 1 : len(ids)]
+        return self._packed.head(mx.fast.rms_norm(row, self._packed.norm, self._packed.eps))
+
+    def rows(self, tokens: mx.array) -> mx.array:
+        """As in `Forward`."""
+        sequence, count = self._started(), tokens.size
+        size = size_for(count)
+        if size > count:
+            tokens = mx.concatenate([tokens, mx.zeros((size - count,), dtype=tokens.dtype)])
+        meta = self._meta
+        if meta is None or self._meta_length != sequence.length:
+            meta = self._meta_at(sequence.length)
+        logits, after, self._pool.arrays = self.bank.run(tokens, meta, self._pool.arrays)
+        sequence.append(count, prompt=False)
+        self._meta, self._meta_length = after, sequence.length + size - count
+        self._latest = logits
+        return logits if size == count else logits[:count]
+
+    def settle(self) -> None:
+        """As in `Forward`: the rows are in their pages once the latest forward has run."""
+        if self._latest is not None:
+            mx.eval(self._latest, self._pool.arrays)
+            self._latest = None
+
+    def end(self) -> None:
+        """As in `Forward`."""
+        self.settle()
+        self._sequence = self._meta = None
+        self._meta_length = -1
+
+    def trace(self) -> None:
+        """As in `Forward`."""
+        for size in SIZES:
+            self.rows(mx.zeros((size,), dtype=mx.uint32))
+            self.settle()
+
+    def _started(self) -> Sequence:
+        assert self._sequence is not None, "begin comes first"
+        return self._sequence
+
+    def _meta_at(self, length: int) -> mx.array:
+        """Meta of the sequence at *length*. Unused places name its own last page."""
+        table = self._started().table
+        return mx.array([length, *table, *[table[-1]] * (self._width - 1 - len(table))], dtype=mx.int32)
+
+    def _write(self, x: mx.array, layer: Layer, number: int, meta: mx.array) -> mx.array:
+        """Queries T [B, H, D] of x T [B, K]; keys and values are written to the pool."""
+        assert layer.table is not None, "a model whose rope is no table of constants has no such lane"
+        qkv = layer.qkv(mx.fast.rms_norm(x, layer.input_norm, self._packed.eps))
+        q, self._pool.arrays[number] = rope_write(
+            qkv, layer.table, self._pool.arrays[number], meta, layer.heads, use_kernel=self._kernels
+        )
+        return q
+
+    def _attended(  # noqa: PLR0917 - what a layer of a chunk is computed from
+        self, x: mx.array, q: mx.array, layer: Layer, number: int, meta: mx.array, end: int
+    ) -> mx.array:
+        """The block's output T [B, K] once its queries are there, over positions below *end*."""
+        packed = self._packed
+        kv = read_pages(self._pool.arrays[number], meta, end, q, use_kernel=self._kernels)
+        heads = mx.fast.scaled_dot_product_attention(
+            q.swapaxes(0, 1)[None], kv[:1], kv[1:], scale=packed.scale, mask="causal"
+        )
+        x = x + layer.out(heads[0].swapaxes(0, 1).reshape(x.shape[0], -1))
+        joint = layer.gate_up(mx.fast.rms_norm(x, layer.post_norm, packed.eps))
+        return x + layer.down(swiglu(joint, use_kernel=self._kernels))

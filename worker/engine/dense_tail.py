@@ -1,0 +1,147 @@
+"""The packed lane in the tail form: official operations only, nothing is written in place while it may be read.
+
+The pool holds the rows below `folded`; the rows from there on lie in a small tail per layer, which slice_update
+may copy whenever it likes. Attention reads both, joined: one copy of the context a step, as mlx-lm's own loop
+makes it when it updates its cache ahead of the device, and MLX's fused attention over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ids
+from typing import Final
+
+import mlx.core as mx
+from mlx_lm.models.activations import swiglu
+
+from worker.engine.forward import positions_within
+from worker.engine.packed import Layer, Packed
+from worker.kv.pages import Sequence
+from worker.kv.pool import Pool
+from worker.kv.prefix import Opened
+
+# Rows of a tail. It is folded when full, so twice a page keeps the copies small and the folds rare.
+TAIL: Final = 64
+
+
+class DenseTail:
+    """The `Forward` of the dense family without kernels that write in place."""
+
+    row_invariant = False
+    one_ahead = True
+    prefix_reuse = True
+    why = ""
+
+    def __init__(self, packed: Packed, pool: Pool, *, prefill_rows: int = 1) -> None:
+        self.prefill_rows = prefill_rows
+        self.capacity = positions_within(pool.pages, prefill_rows)
+        self._packed = packed
+        self._pool = pool
+        self._sequence: Sequence | None = None
+        self._tails: list[mx.array] = []
+        self._folded = 0
+
+    def begin(self, opened: Opened) -> None:
+        """As in `Forward`."""
+        self.end()
+        self._pool.copy(opened.copies)
+        self._sequence = opened.sequence
+        self._folded = opened.cached
+        heads = self._packed.heads
+        shape = (2, heads.kv_heads, TAIL, heads.dim)
+        self._tails = [mx.zeros(shape, dtype=self._packed.dtype) for _ in self._packed.layers]
+
+    def read(self, ids: Ids[int], last: bool) -> mx.array | None:
+        """As in `Forward`; the rows go straight to the pool."""
+        sequence = self._started()
+        start = sequence.length
+        written, logits = self._chunk(ids, start, last)
+        mx.eval(written, *([] if logits is None else [logits]))
+        self._pool.write(written, sequence.table, start)
+        sequence.append(len(ids), prompt=True)
+        self._folded = sequence.length
+        return logits
+
+    def rows(self, tokens: mx.array) -> mx.array:
+        """As in `Forward`."""
+        sequence, count = self._started(), tokens.size
+        if sequence.length + count > self._folded + TAIL:
+            self._fold()
+        start = sequence.length
+        x = self._packed.embed(tokens)
+        for number, layer in enumerate(self._packed.layers):
+            q, new = self._project(x, layer, start)
+            at = start - self._folded
+            tail = self._tails[number]
+            tail[:, :, at : at + count] = new
+            held = self._pool.read(number, sequence.table, self._folded)
+            x = self._block(x, q, mx.concatenate([held, tail[:, :, : at + count]], axis=2), layer)
+        sequence.append(count, prompt=False)
+        return self._logits(x)
+
+    def trace(self) -> None:
+        """As in `Forward`: nothing here is compiled ahead."""
+
+    def settle(self) -> None:
+        """As in `Forward`."""
+        self._fold()
+
+    def end(self) -> None:
+        """As in `Forward`."""
+        self._sequence, self._tails = None, []
+
+    def _started(self) -> Sequence:
+        assert self._sequence is not None, "begin comes first"
+        return self._sequence
+
+    def _fold(self) -> None:
+        """Move all rows of the sequence into the pool; waits for those in flight."""
+        sequence = self._started()
+        count = sequence.length - self._folded
+        if count > 0:
+            rows = [mx.contiguous(tail[:, :, :count]) for tail in self._tails]
+            mx.eval(self._tails, rows)
+            self._pool.write(rows, sequence.table, self._folded)
+        self._folded = sequence.length
+
+    def _chunk(self, ids: Ids[int], start: int, last: bool) -> tuple[list[mx.array], mx.array | None]:
+        """The rows of a part of the prompt, per layer T [2, Hkv, n, D]; if it is the last, its last id's logits.
+
+        A function of its own: what it leaves uncomputed reads the pool, and must be gone when that is written.
+        """
+        table = self._started().table
+        # The last chunk is padded where rows depend on how many there are.
+        count = -(-len(ids) // self.prefill_rows) * self.prefill_rows
+        x = self._packed.embed(mx.array([*ids, *[0] * (count - len(ids))]))
+        written = []
+        for number, layer in enumerate(self._packed.layers):
+            q, new = self._project(x, layer, start)
+            kv = new if not start else mx.concatenate([self._pool.read(number, table, start), new], axis=2)
+            x = self._block(x, q, kv, layer)
+            written.append(mx.contiguous(new[:, :, : len(ids)]))
+        return written, self._logits(x[len(ids) - 1 : len(ids)]) if last else None
+
+    def _project(self, x: mx.array, layer: Layer, start: int) -> tuple[mx.array, mx.array]:
+        """Queries T [H, R, D] and the new rows T [2, Hkv, R, D] of x T [R, K] at positions from *start* on."""
+        shape = layer.heads
+        qkv = layer.qkv(mx.fast.rms_norm(x, layer.input_norm, self._packed.eps))
+        parts = qkv.reshape(x.shape[0], -1, shape.dim)
+        q, k, v = mx.split(parts, [shape.heads, shape.heads + shape.kv_heads], axis=1)
+        if layer.q_norm is not None and shape.norm_eps is not None:
+            q = mx.fast.rms_norm(q, layer.q_norm, shape.norm_eps)
+            k = mx.fast.rms_norm(k, layer.k_norm, shape.norm_eps)
+        q, k = q.swapaxes(0, 1), k.swapaxes(0, 1)
+        if layer.rope is not None:
+            q, k = layer.rope(q[None], offset=start)[0], layer.rope(k[None], offset=start)[0]
+        return q, mx.stack([k, v.swapaxes(0, 1)])
+
+    def _block(self, x: mx.array, q: mx.array, kv: mx.array, layer: Layer) -> mx.array:
+        """The block's output T [R, K] for its input x, queries T [H, R, D], and all rows T [2, Hkv, n, D]."""
+        count, eps = x.shape[0], self._packed.eps
+        mask = "causal" if count > 1 else None
+        heads = mx.fast.scaled_dot_product_attention(q[None], kv[:1], kv[1:], scale=self._packed.scale, mask=mask)
+        x = x + layer.out(heads[0].swapaxes(0, 1).reshape(count, -1))
+        gate, up = mx.split(layer.gate_up(mx.fast.rms_norm(x, layer.post_norm, eps)), 2, axis=-1)
+        return x + layer.down(swiglu(gate, up))
+
+    def _logits(self, x: mx.array) -> mx.array:
+        return self._packed.head(mx.fast.rms_norm(x, self._packed.norm, self._packed.eps))

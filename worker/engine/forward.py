@@ -1,0 +1,95 @@
+"""What a lane is to the serial engine: how one model computes rows, and where it keeps keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ids
+from typing import Final, Protocol
+
+import mlx.core as mx
+
+from worker.kv.pages import PAGE
+from worker.kv.prefix import Opened
+
+# The widest forward of the answer; a narrower one may write rows beyond its own, which need a place.
+MAX_ROWS: Final = 16
+
+
+class Forward(Protocol):
+    """Computes the rows of one sequence after the other. One thread calls it.
+
+    Order of calls: `begin`, `read` until the prompt is read, then `rows` and now and then `settle`, at last `end`.
+
+    The lane counts the rows it starts: `sequence.length` is the position of the next row, and `sequence.append` is
+    called by `read` (prompt rows) and `rows`, never by the engine. The engine alone calls `sequence.truncate`,
+    between two calls, and never below what the last `read` wrote.
+
+    row_invariant: whether a row's bits are the same in a forward of any width.
+    prefill_rows: B. 1: the rows of a prompt are the same bits however it is cut. Else `read` gets exactly B ids,
+        starting at multiples of B, and fewer only at the end of the prompt.
+    capacity: positions that one job may have, prompt, drawn ids and budget together.
+    one_ahead: whether `rows` may be called with tokens that are not computed yet, and while rows are.
+    prefix_reuse: whether a sequence may begin with rows of an earlier one.
+    why: if not, the reason in words, else empty.
+    """
+
+    row_invariant: bool
+    prefill_rows: int
+    capacity: int
+    one_ahead: bool
+    prefix_reuse: bool
+    why: str
+
+    def begin(self, opened: Opened) -> None:
+        """Take up a sequence whose first `opened.cached` rows lie in the pool, and carry out `opened.copies`.
+
+        Without `prefix_reuse` there must be no cached rows. Evaluated on return.
+        """
+
+    def read(self, ids: Ids[int], last: bool) -> mx.array | None:
+        """Compute and write the prompt rows of *ids*, the next ones of the prompt.
+
+        Args:
+            ids: at least one; `prefill_rows` says how many.
+            last: whether the prompt ends here.
+
+        Returns:
+            If *last*, the logits [1, V] of the last id, in the model's type and not yet computed; else None, and
+            the rows are written.
+        """
+
+    def rows(self, tokens: mx.array) -> mx.array:
+        """Compute and write the next rows, one for each of *tokens*: uint32 [R], R from 1 to `MAX_ROWS`.
+
+        Row i sees all rows before it. *tokens* may be part of a graph if `one_ahead`; else the logits of the call
+        before, or what was drawn from them, must have been evaluated.
+
+        Returns:
+            Logits [R, V] in the model's type, not yet computed.
+        """
+
+    def trace(self) -> None:
+        """Compile the widths that `rows` runs, if any, on a begun sequence with room for 31 rows."""
+
+    def settle(self) -> None:
+        """Bring all rows below `sequence.length` into the pages and wait for it.
+
+        After it the pages may be stored in the index, shared and copied. Nothing may be in flight that the engine
+        would still drop: it truncates first.
+        """
+
+    def end(self) -> None:
+        """Forget the sequence, whatever its state, and free what was held for it; may be called again.
+
+        Does not release `opened.sequence`, which is the engine's.
+        """
+
+
+def rows_needed(positions: int, prefill_rows: int) -> int:
+    """Rows of the pool that a job of *positions* reserves: those of padded forwards are counted."""
+    return max(positions + MAX_ROWS, -(-positions // prefill_rows) * prefill_rows)
+
+
+def positions_within(pages: int, prefill_rows: int) -> int:
+    """The most positions one job may have in a pool of *pages*; 0 where it holds none."""
+    rows = pages * PAGE
+    return max(min(rows - MAX_ROWS, rows // prefill_rows * prefill_rows), 0)

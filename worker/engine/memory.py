@@ -1,0 +1,101 @@
+"""How many pages the pool of keys and values gets, from what the device can hold and what was asked for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Final
+
+import mlx.core as mx
+
+from mtplx.errors import SettingsError
+from mtplx.sizes import format_size
+from worker.engine.forward import rows_needed
+from worker.kv.pages import pages_for
+
+# A pool must hold a short question and its answer, and by itself takes no more than two jobs of full length.
+LEAST_POSITIONS: Final = 64
+CONTEXTS: Final = 2
+# What a model that names no context is taken to have when the pool is sized; its jobs may be as long as the pool.
+UNNAMED_CONTEXT: Final = 2**17
+# Beside the logits: hidden states, products and scores of one row of a prefill forward, a few of each at a time.
+_ROW_BYTES: Final = 512 * 1024
+_LOGIT_BYTES: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes on the device. total: what MLX may fill. used: what it has filled, the weights above all."""
+
+    total: int
+    used: int
+
+    @property
+    def left(self) -> int:
+        """Bytes not yet filled; never below 0."""
+        return max(self.total - self.used, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What a model asks of a pool.
+
+    page_bytes: one page in all its layers. context: positions of the model. prefill_rows: as in `Forward`.
+    reserve: bytes to be left free for a prefill forward.
+    """
+
+    page_bytes: int
+    context: int
+    prefill_rows: int
+    reserve: int
+
+    def pages(self, positions: int) -> int:
+        """Pages that a job of *positions* reserves."""
+        return pages_for(rows_needed(positions, self.prefill_rows))
+
+    @property
+    def least(self) -> int:
+        """Pages below which a pool is of no use."""
+        return self.pages(min(LEAST_POSITIONS, self.context))
+
+
+def pool_pages(asked: int | None, room: Room, need: Need) -> int:
+    """Pages of the pool: as many as *asked* bytes hold, or if None half of what weights and reserve leave.
+
+    By itself the pool grows no larger than `CONTEXTS` jobs of full length need, and no smaller than `need.least`.
+
+    Raises:
+        SettingsError: *asked* is too small for any job, or more than the device has left.
+    """
+    if asked is None:
+        half = (room.left - need.reserve) // 2 // need.page_bytes
+        context = min(need.context, UNNAMED_CONTEXT)
+        return max(min(half, CONTEXTS * need.pages(context)), need.least)
+    pages = asked // need.page_bytes
+    if pages < need.least:
+        raise SettingsError(
+            f"--kv-memory {format_size(asked)} holds less than {min(LEAST_POSITIONS, need.context)} tokens of "
+            f"this model; give at least {format_size(need.least * need.page_bytes, up=True)}, or auto."
+        )
+    if asked > room.left:
+        raise SettingsError(
+            f"--kv-memory {format_size(asked)} is more than the {format_size(room.left)} that the device has left "
+            f"beside the {format_size(room.used)} in use; give less, or auto."
+        )
+    return pages
+
+
+def prefill_bytes(rows: int, width: int) -> int:
+    """Bytes set aside for a prefill forward of *rows* rows in a model whose head is *width* wide; an estimate."""
+    return rows * (width * _LOGIT_BYTES + _ROW_BYTES)
+
+
+def room() -> Room:
+    """What MLX's default device can hold and holds now: to be asked when the weights are loaded."""
+    info, used = mx.device_info(), mx.get_active_memory()
+    if "max_recommended_working_set_size" in info:
+        return Room(int(info["max_recommended_working_set_size"]), used)
+    if "free_memory" in info:
+        # Other programs' share is not ours to fill; what MLX keeps for its next arrays is.
+        return Room(int(info["free_memory"]) + used + mx.get_cache_memory(), used)
+    return Room(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), used)

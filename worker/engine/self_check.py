@@ -1,0 +1,207 @@
+"""What is checked at start on a GPU, and what follows: which kernels are used, and which form of the cache.
+
+Each kernel runs on dummy rows in the model's own shapes and type, for every row count, and must give what plain
+operations give; then rows written in place must be seen by every later reader; then the whole step is timed. What
+fails or loses is switched off, for every row count, with a line in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Final
+
+import mlx.core as mx
+
+from worker.engine import step_time
+from worker.engine.check_cases import Case, cases
+from worker.engine.packed import Packed
+from worker.engine.verify_bank import SIZES, Switches, unserved
+from worker.engine.visibility import BOUNDS, LAYERS, STEPS, Trial, apart, number_of, pools_apart
+from worker.kernels import disk_cache
+from worker.kernels.dialect import chosen, recorded
+
+_log = logging.getLogger(__name__)
+
+ON: Final = "on"
+IN_PLACE: Final = "in place"
+# Off with its switch; without any other kernel the pool is not written in place.
+_SWITCHED: Final = step_time.GROUPS
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """How a kernel did. error: the largest, of the largest value in its row, in the case *worst*.
+
+    refused: what MLX said where it could not run the kernel at all.
+    """
+
+    ok: bool
+    error: float
+    bound: float
+    worst: str
+    refused: str = ""
+
+    def __str__(self) -> str:
+        if self.ok:
+            return ON
+        if self.refused:
+            return f"does not run ({self.worst}): {self.refused}"
+        return f"wrong: off by {self.error:.2g} at {self.worst}, bound {self.bound:.2g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How much is checked: row counts, contexts of the attention, steps and layers of the trial."""
+
+    rows: Sequence[int] = SIZES
+    contexts: Sequence[int] = (0, 31, 700, 2100)
+    steps: int = STEPS
+    layers: int = LAYERS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What follows from the check.
+
+    why: what keeps the model off the in-place form, in words; empty if nothing does.
+    in_place: whether kernels may write the pool; without it the tail form is used, and no kernel.
+    kernels: for READY: each kernel's name, and "on" or why it is off.
+    report: for `mtplx probe`: every figure.
+    """
+
+    switches: Switches
+    in_place: bool
+    why: str = ""
+    kernels: dict[str, str] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+def choose(
+    packed: Packed,
+    *,
+    prefill_rows: int,
+    kernel_folder: Path | None = None,
+    sizes: Sizes = Sizes(),
+    clock: Callable[[], float] = perf_counter,
+) -> Choice:
+    """Check, try and time; on the CPU there is nothing to check.
+
+    Args:
+        packed: the model.
+        prefill_rows: rows of a prefill forward.
+        kernel_folder: of `disk_cache.open_folder`; what is missing there is compiled first.
+        sizes: how much is checked.
+        clock: seconds.
+    """
+    reason = "MLX runs on the CPU here" if chosen(Switches().kernels) is None else unserved(packed)
+    if reason:
+        return Choice(switches=Switches(), in_place=False, why=reason, report={"why": reason})
+    seconds: dict[str, float] = {}
+    with _timed(seconds, "compile", clock):
+        compiled = prepare(packed, prefill_rows, kernel_folder, sizes)
+    with _timed(seconds, "check", clock):
+        checked = check(cases(packed, prefill_rows, sizes.rows, sizes.contexts))
+    kernels = {name: str(one) for name, one in checked.items()}
+    report: dict[str, Any] = {"checks": {name: asdict(one) for name, one in checked.items()}, "compiled": compiled}
+    if all(one.ok for name, one in checked.items() if name not in _SWITCHED):
+        with _timed(seconds, "trial", clock):
+            kernels[IN_PLACE] = _tried(packed, sizes, report)
+    in_place = kernels.get(IN_PLACE) == ON
+    switches = replace(Switches(), **{name: checked[name].ok for name in _SWITCHED})
+    if in_place:
+        with _timed(seconds, "time", clock):
+            switches = _faster(packed, switches, kernels, report, clock)
+    for name, state in kernels.items():
+        if state != ON:
+            _log.warning("%s is switched off: %s", name, state)
+    report["seconds"] = seconds
+    # Pools and rows of the check are of no more use, and the pool is sized by what is free.
+    mx.clear_cache()
+    why = "" if in_place else "a kernel that it needs is switched off"
+    return Choice(switches=switches, in_place=in_place, why=why, kernels=kernels, report=report)
+
+
+def prepare(packed: Packed, prefill_rows: int, folder: Path | None, sizes: Sizes = Sizes()) -> int:
+    """Compile what the model's forwards need and *folder* lacks; how many kernels that was."""
+    if folder is None:
+        return 0
+    with recorded() as launches:
+        # A kernel's text does not depend on how far the sequence is.
+        for case in cases(packed, prefill_rows, sizes.rows, (0,)):
+            case.got()
+    return disk_cache.fill(launches, folder)
+
+
+def check(some: Iterable[Case]) -> dict[str, Checked]:
+    """Every kernel's outcome over its cases."""
+    found: dict[str, Checked] = {}
+    for case in some:
+        before = found.get(case.kernel)
+        if before is not None and before.refused:
+            continue
+        one = check_one(case)
+        if before is None or not one.error <= before.error or one.refused:
+            found[case.kernel] = one
+    return found
+
+
+def check_one(case: Case) -> Checked:
+    """The outcome of one case."""
+    try:
+        got, pool = case.got()
+        # The pool is no result of the graph: it is read when the kernel is done.
+        mx.eval(got)
+        want, want_pool = case.want()
+        bound = BOUNDS[want.dtype]
+        error = number_of(apart(got, want))
+        if pool is not None and want_pool is not None:
+            error = max(error, number_of(pools_apart(pool, want_pool)))
+    except (RuntimeError, ValueError) as refusal:
+        said = str(refusal).strip().splitlines() or [type(refusal).__name__]
+        return Checked(ok=False, error=float("inf"), bound=0.0, worst=case.what, refused=said[0][:200])
+    return Checked(ok=error <= bound, error=error, bound=bound, worst=case.what)
+
+
+def _tried(packed: Packed, sizes: Sizes, report: dict[str, Any]) -> str:
+    """Whether rows written in place are seen: "on", or why not."""
+    layer = packed.layers[0]
+    assert layer.table is not None, "a model whose rope is no table of constants is not served"
+    try:
+        seen = Trial(layer.heads, layer.table, packed.dtype, layers=sizes.layers).run(sizes.steps)
+    except RuntimeError as refusal:
+        return f"the trial does not run: {refusal}"
+    report["trial"] = asdict(seen)
+    return ON if seen.ok else str(seen)
+
+
+def _faster(
+    packed: Packed,
+    switches: Switches,
+    kernels: dict[str, str],
+    report: dict[str, Any],
+    clock: Callable[[], float],
+) -> Switches:
+    """*switches* without the groups that make the step slower."""
+    report["step_ms"] = {}
+    for group in _SWITCHED:
+        if not getattr(switches, group):
+            continue
+        times = step_time.compare(packed, switches, group, clock)
+        report["step_ms"][group] = {name: asdict(one) for name, one in times.items()}
+        if reason := step_time.verdict(times):
+            kernels[group] = reason
+            switches = replace(switches, **{group: False})
+    return switches
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], name: str, clock: Callable[[], float]) -> Iterator[None]:
+    """Note under *name* how long this took."""
+    began = clock()
+    yield
+    seconds[name] = clock() - began

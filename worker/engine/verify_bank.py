@@ -1,0 +1,138 @@
+"""The decode forward of the dense family over the kernels, compiled once for each row count.
+
+Every shape is static: length and block table are one array, so a traced function serves the whole life of the
+process. The pools are operands, not captured, and come back as results where they were not written in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import mlx.core as mx
+
+from worker.engine.packed import Layer, Linear, Packed
+from worker.kernels import matvec
+from worker.kernels.attention import attend
+from worker.kernels.dialect import chosen
+from worker.kernels.matvec import Extras
+from worker.kernels.swiglu import swiglu
+
+SIZES: Final = (1, 2, 4, 8, 16)
+"""Row counts that are compiled; a forward between two of them runs the larger one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switches:
+    """Which kernels the forward uses; decided at load for every row count.
+
+    matvec: our matrix-vector products, with norm, SwiGLU and residual in the same launch; else MLX's products.
+    kernels: None, kernels where there is a GPU; False, plain operations everywhere.
+    """
+
+    matvec: bool = True
+    kernels: bool | None = None
+
+
+def size_for(rows: int) -> int:
+    """The compiled row count that serves *rows*.
+
+    Raises:
+        ValueError: More rows than a forward has.
+    """
+    for size in SIZES:
+        if rows <= size:
+            return size
+    raise ValueError(f"a forward has at most {SIZES[-1]} rows, not {rows}")
+
+
+class VerifyBank:
+    """The forward of R rows for each R of `SIZES`."""
+
+    def __init__(self, packed: Packed, switches: Switches) -> None:
+        self._packed = packed
+        self._switches = switches
+        self._in_place = chosen(switches.kernels) is not None
+        self._compiled: dict[int, Callable[..., list[mx.array]]] = {}
+        self._steps: dict[tuple[int, int], mx.array] = {}
+
+    @property
+    def row_invariant(self) -> bool:
+        """Whether a row's bits are the same whatever R is."""
+        return self._in_place and self._switches.matvec
+
+    def run(
+        self, tokens: mx.array, meta: mx.array, pools: list[mx.array]
+    ) -> tuple[mx.array, mx.array, list[mx.array]]:
+        """One forward, lazily.
+
+        Args:
+            tokens: uint32 [R], R of `SIZES`.
+            meta: int32 [1 + pages] as in `kernels.rows`.
+            pools: per layer T [2, Hkv, slots, D].
+
+        Returns:
+            Logits T [R, V]; meta with R rows more; the pools with the new rows.
+        """
+        rows = tokens.size
+        if rows not in self._compiled:
+            # mx.compile types its result as a plain callable.
+            self._compiled[rows] = cast("Callable[..., list[mx.array]]", mx.compile(self._forward))
+        logits, after, *written = self._compiled[rows](tokens, meta, *pools)
+        return logits, after, written or pools
+
+    def _forward(self, tokens: mx.array, meta: mx.array, *pools: mx.array) -> list[mx.array]:
+        packed, kernels = self._packed, self._switches.kernels
+        x = packed.embed(tokens)
+        written = []
+        for layer, pool in zip(packed.layers, pools, strict=True):
+            qkv = self._normed(x, layer.input_norm, layer.qkv)
+            assert layer.table is not None, "a model whose rope is no table of constants has no bank"
+            heads, after = attend(qkv, layer.table, pool, meta, layer.heads, use_kernel=kernels)
+            written.append(after)
+            x = self._added(heads, layer.out, x)
+            x = self._mlp(x, layer)
+        logits = self._normed(x, packed.norm, packed.head)
+        return [logits, meta + self._step(tokens.size, meta.size), *([] if self._in_place else written)]
+
+    def _step(self, rows: int, width: int) -> mx.array:
+        """What is added to meta: a constant of the compiled function."""
+        key = (rows, width)
+        if key not in self._steps:
+            self._steps[key] = mx.array([rows, *[0] * (width - 1)], dtype=mx.int32)
+        return self._steps[key]
+
+    def _mlp(self, x: mx.array, layer: Layer) -> mx.array:
+        if self._switches.matvec and layer.gate_up.bias is None:
+            extras = Extras(norm=layer.post_norm, eps=self._packed.eps, glu=True)
+            activated = matvec.matvec(x, layer.gate_up.weight, extras, use_kernel=self._switches.kernels)
+        else:
+            activated = swiglu(self._normed(x, layer.post_norm, layer.gate_up), use_kernel=self._switches.kernels)
+        return self._added(activated, layer.down, x)
+
+    def _normed(self, x: mx.array, norm: mx.array, linear: Linear) -> mx.array:
+        """The product of RMSNorm(x)."""
+        if not self._switches.matvec:
+            return linear(mx.fast.rms_norm(x, norm, self._packed.eps))
+        extras = Extras(norm=norm, eps=self._packed.eps, add=linear.bias)
+        return matvec.matvec(x, linear.weight, extras, use_kernel=self._switches.kernels)
+
+    def _added(self, x: mx.array, linear: Linear, residual: mx.array) -> mx.array:
+        """The product of x, added to the residual."""
+        if not self._switches.matvec:
+            return residual + linear(x)
+        y = matvec.matvec(x, linear.weight, Extras(add=residual), use_kernel=self._switches.kernels)
+        return y if linear.bias is None else y + linear.bias
+
+
+def unserved(packed: Packed) -> str:
+    """Why the kernels cannot serve this model, in words; empty where they can."""
+    heads: Any = packed.heads
+    if any(layer.table is None for layer in packed.layers):
+        return "its rope is no table of constants"
+    if heads.dim % 16 or heads.dim > 256:
+        return f"its head dimension {heads.dim} is not a multiple of 16 up to 256"
+    if packed.norm.size % 32:
+        return f"its width {packed.norm.size} is not a multiple of 32"
+    return ""
