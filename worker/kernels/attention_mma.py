@@ -26,7 +26,7 @@ from worker.kernels.rope_write import ANGLE, Heads
 # Lane 4 g + t has pairs g and g + 8 of each sixteen. Of a step's keys it reads g and g + 8, the t-th eight of
 # every 32 numbers; of its values 2 t, 2 t + 1 and these plus 8, the g-th eight of every 64 columns.
 _HEAD: Final = r"""
-LARGE(unsigned, ring, 4 * STAGES * STAGE);
+RING(ring, 4 * STAGES * STAGE);
 SHARED(QUAD, q8, TILE * STRIDE);
 SHARED(QUAD, parts, TILE * 32);
 SHARED(float, tops, TILE * 4);
@@ -388,7 +388,7 @@ def launch(  # noqa: PLR0917 - the operands of the contract, in its order
     operands = rope_write.operands(qkv, table, pool, meta, tree)
     words = (*attention_piece.words(heads, tree), *WORDS, ("STAGES", str(stages)))
     kernel = Kernel(
-        "attention_mma", tuple(operands), "pieces", BODY, words, matrix=True, threads=128, large=4 * stages * stage
+        "attention_mma", tuple(operands), "pieces", BODY, words, matrix=True, threads=128, ring=4 * stages * stage
     )
     groups = (-(-sixteens * 16 // tile), rows.SPLITS, heads.kv_heads)
     return attention_piece.launch_of(kernel, operands, heads, tile, groups)

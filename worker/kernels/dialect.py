@@ -6,7 +6,6 @@ thread. A simdgroup is a warp: 32 lanes. The words:
 - `GLOBAL(T)`, `OUT(T)`, `LOCAL(T)`: pointer to const device memory, to device memory, to the thread's own
   arrays.
 - `SHARED(T, name, n)`: an array of the threadgroup. It is used by name only: no pointer to it is ever taken.
-  `LARGE(T, name, n)`: the one array of a kernel that may take more than 48 KiB; its bytes stand in the Kernel too.
 - `BARRIER()`, `XOR(v, m)`, `SUM32(v)`, `MAX32(v)`: the threadgroup's barrier; exchange, sum, maximum of 32
   lanes. `DEVICE_BARRIER()`: after it a threadgroup also reads what it wrote to device memory before.
 - `QUAD`: 16 bytes to keep in a SHARED array, as `f` (float4), `u` (uint4), `s[4]` (float) or `h[8]` (ushort).
@@ -15,19 +14,23 @@ thread. A simdgroup is a warp: 32 lanes. The words:
   was unrolled.
 - `load2/4/8(p, o)`, `words1/2/4(p, o)`: consecutive elements of any float type, to float32, and of unsigned;
   each run of them aligned to its size.
-- `MMA(T, c, a0, a1, a2, a3, b0, b1)`: c += A B for a simdgroup, T a 16-bit type, two values a word, sums in float32. Lane
-  4 g + t holds rows g (a0, a2) and g + 8 (a1, a3) of A [16, 16], columns 2 t, 2 t + 1 (a0, a1) and 8 more (a2, a3);
-  of B [16, 8] rows 2 t, 2 t + 1 (b0) and 8 more (b1), column g; and of c [16, 8] rows g (c[0], c[1]) and g + 8,
-  columns 2 t, 2 t + 1. All lanes take part. A matrix unit on CUDA; on Metal the same, spelled out and slow.
-- `RAW(v)`: a 16-bit value as ushort; `PAIR(T, a, b)`: two float32 as values of T in a word, a first.
-- `UNPAIR(T, u, o)`, `PAIR_MUL(T, u, v)`, `LOWS(u, v)`, `HIGHS(u, v)`: the two 16-bit values of a word to float32; their
-  products, rounded to T; the first, or the second ones of two words as a pair. `PART(u, m, c)`: (u & m) | c.
-- `FROM(u, l)`: lane l's word.
-- `COPY16(when, array, i, p)`, `COPIED()`, `ARRIVED(n)`, `TAKE1/2/4(array, i, o)`: four words from device memory to a
-  threadgroup's array of unsigned, if *when*, while the simdgroup goes on; the end of a group of copies; a wait until
-  all groups but the last n are there, for the whole simdgroup; consecutive words of the array.
 - `tid`, `lane`, `sg`, `bx`, `by`, `bz`: thread in the group, lane in the simdgroup, simdgroup, group in the
   grid.
+
+A kernel with `matrix` has more words. T is a 16-bit type, of which an unsigned word holds two values.
+
+- `MMA(T, c, a0, a1, a2, a3, b0, b1)`: c += A B for a simdgroup, sums in float32. Lane 4 g + t holds rows g (a0,
+  a2) and g + 8 (a1, a3) of A [16, 16], columns 2 t, 2 t + 1 (a0, a1) and 8 more (a2, a3); of B [16, 8] rows 2 t,
+  2 t + 1 (b0) and 8 more (b1), column g; of c [16, 8] rows g (c[0], c[1]) and g + 8, columns 2 t, 2 t + 1.
+  A matrix unit on CUDA; on Metal the same, spelled out and slow.
+- `RAW(v)`, `PAIR(T, a, b)`: a value of T as ushort; a word of two float32 rounded to T.
+- `UNPAIR(T, u, o)`, `PAIR_MUL(T, u, v)`: the values of a word to float32; products of two words, rounded to T.
+- `LOWS(u, v)`, `HIGHS(u, v)`, `PART(u, m, c)`, `FROM(u, l)`: the first values of two words, the second ones;
+  (u & m) | c; lane l's word.
+- `RING(name, n)`: `SHARED(unsigned, name, n)`, on CUDA of any size; one a kernel, of `ring` bytes.
+- `COPY16(when, array, i, p)`, `COPIED()`, `ARRIVED(n)`, `TAKE1/2/4(array, i, o)`: four words from device memory
+  into a threadgroup's array of unsigned, if *when*, while the simdgroup goes on; the end of a group of copies; a
+  wait of the simdgroup until all groups but the last n are there; consecutive words of the array.
 
 Values change type by casts only, `(float)v` and `(T)v`; sums are float32. A kernel has one output: a second one
 costs the host as much as a second kernel.
@@ -54,7 +57,6 @@ _CUDA_HEADER: Final = r"""
 #define OUT(T) T*
 #define LOCAL(T) T*
 #define SHARED(T, name, n) __shared__ T name[n]
-#define LARGE(T, name, n) extern __shared__ __align__(16) T name[]
 #define BARRIER() __syncthreads()
 #define DEVICE_BARRIER() __syncthreads()
 #define XOR(v, m) __shfl_xor_sync(0xffffffffu, (v), (m))
@@ -83,7 +85,6 @@ _METAL_HEADER: Final = r"""
 #define OUT(T) device T*
 #define LOCAL(T) thread T*
 #define SHARED(T, name, n) threadgroup T name[n]
-#define LARGE(T, name, n) threadgroup T name[n]
 #define BARRIER() threadgroup_barrier(mem_flags::mem_threadgroup)
 #define DEVICE_BARRIER() threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device)
 #define XOR(v, m) simd_shuffle_xor((v), (ushort)(m))
@@ -117,13 +118,16 @@ FN void unpair(f16, unsigned u, LOCAL(float) o) { two_f16(u, o); }
 
 _CUDA_MATRIX: Final = r"""
 FN unsigned pair_mul(bf16, unsigned u, unsigned v) {
-  const __nv_bfloat162 p = __hmul2_rn(*(const __nv_bfloat162*)&u, *(const __nv_bfloat162*)&v); return *(const unsigned*)&p; }
+  const __nv_bfloat162 p = __hmul2_rn(*(const __nv_bfloat162*)&u, *(const __nv_bfloat162*)&v);
+  return *(const unsigned*)&p; }
 FN unsigned pair_mul(f16, unsigned u, unsigned v) {
-  const __half2 p = __hmul2_rn(*(const __half2*)&u, *(const __half2*)&v); return *(const unsigned*)&p; }
+  const __half2 p = __hmul2_rn(*(const __half2*)&u, *(const __half2*)&v);
+  return *(const unsigned*)&p; }
 #define MMA(T, c, ...) mma((T)0.0f, (c), __VA_ARGS__)
 #define MMA_OF(T, name) \
 FN void mma(T, float* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) { \
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." name "." name ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." name "." name ".f32 " \
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1)); }
 MMA_OF(bf16, "bf16")
 MMA_OF(f16, "f16")
@@ -138,6 +142,7 @@ FN unsigned pair(f16, float a, float b) {
 #define HIGHS(u, v) __byte_perm((u), (v), 0x7632)
 FN unsigned PART(unsigned u, unsigned m, unsigned c) {
   unsigned o; asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(o) : "r"(u), "r"(m), "r"(c)); return o; }
+#define RING(name, n) extern __shared__ uint4 name##_bytes[]; unsigned* const name = (unsigned*)name##_bytes
 #define COPY16(when, array, i, p) copy16((when), (unsigned)__cvta_generic_to_shared(&(array)[i]), (p))
 FN void copy16(bool when, unsigned to, const unsigned* p) {
   asm volatile("{ .reg .pred on; setp.ne.b32 on, %2, 0; @on cp.async.cg.shared.global.L2::128B [%0], [%1], 16; }"
@@ -165,8 +170,9 @@ FN unsigned pair(f16, float a, float b) { return (unsigned)RAW((f16)a) | (unsign
 #define LOWS(u, v) (((u) & 0xffffu) | ((v) << 16))
 #define HIGHS(u, v) (((u) >> 16) | ((v) & 0xffff0000u))
 #define PART(u, m, c) (((u) & (m)) | (c))
+#define RING(name, n) SHARED(unsigned, name, n)
 #define COPY16(when, array, i, p) \
-  if (when) { (array)[i] = (p)[0]; (array)[(i) + 1] = (p)[1]; (array)[(i) + 2] = (p)[2]; (array)[(i) + 3] = (p)[3]; }
+  if (when) { for (int word = 0; word < 4; word++) (array)[(i) + word] = (p)[word]; }
 #define COPIED()
 #define ARRIVED(n) simdgroup_barrier(mem_flags::mem_threadgroup)
 #define TAKE1(array, i, o) { *(o) = (array)[i]; }
@@ -233,9 +239,9 @@ class Kernel:
     """A computation in the dialect.
 
     `defines` are preprocessor words of the body and their values: optional operands, and constants that are no
-    integers. MLX copies an operand that is not row-contiguous, so one that is written in place has to be. `matrix`:
-    the body uses `MMA`, its neighbours, for which CUDA needs a device of compute capability 8.0.
-    `threads`: the most of a threadgroup, if the compiler shall give them no more registers than there are.
+    integers. MLX copies an operand that is not row-contiguous, so one that is written in place has to be.
+    `matrix`: the body uses `MMA` and its neighbours, for which CUDA needs a device of compute capability 8.0.
+    `threads`: how many a threadgroup has, if the compiler shall give them no more registers than there are.
     """
 
     name: str
@@ -245,7 +251,7 @@ class Kernel:
     defines: tuple[tuple[str, str], ...] = ()
     matrix: bool = False
     threads: int = 0
-    large: int = 0
+    ring: int = 0
 
     @property
     def header(self) -> str:
@@ -305,10 +311,10 @@ def header(kernel: Kernel, *, cuda: bool) -> str:
 def build(kernel: Kernel, kind: str) -> Callable[..., list[mx.array]]:
     """MLX's callable for *kernel* on *kind*; made once."""
     cuda = kind == "cuda"
-    make = mx.fast.cuda_kernel if cuda else mx.fast.metal_kernel
-    # MLX raises the driver's limit for a kernel only where its large array alone is beyond it.
-    more = {"shared_memory": max(kernel.large, 48 * 1024)} if cuda and kernel.large else {}
-    made: Any = make(
+    make: Any = mx.fast.cuda_kernel if cuda else mx.fast.metal_kernel
+    # MLX lifts the driver's limit of 48 KiB for a kernel only where its ring alone is beyond that.
+    more = {"shared_memory": max(kernel.ring, 48 * 1024)} if cuda and kernel.ring else {}
+    made = make(
         name=kernel.label,
         input_names=list(kernel.inputs),
         output_names=[kernel.output],

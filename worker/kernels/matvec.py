@@ -1,8 +1,8 @@
 """Matrix-vector products for all rows of a forward: each weight is read once for R rows.
 
 The contract is in operands.py; all options run in the same launch. `matvec` picks between two kernels: the one in
-this file, plain fused multiply-adds on any device, and matvec_mma.py where a device has matrix units that pay. The
-pick is by target, type, shape and packing of the weight, never by R, so that a row's bits are the same for every R.
+this file, plain fused multiply-adds on any device, and matvec_mma.py where matrix units pay. The pick is by
+target, type, shape and packing of the weight, never by R, so that a row's bits are the same for every R.
 
 This kernel: x is normed in float32, without rounding in between. K is a multiple of 32. Row invariance: lane l
 sums chunks l, l + 32, ... of K in order, then 32 lanes join; neither R nor the number of outputs a simdgroup makes
@@ -11,6 +11,7 @@ changes that.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import mlx.core as mx
@@ -19,7 +20,7 @@ from worker.kernels import matvec_mma
 from worker.kernels.dialect import MAX_ROWS, Kernel, Launch, chosen
 from worker.kernels.operands import PLAIN, Affine, Extras, arrays, defines, reference
 
-__all__ = ["PLAIN", "Affine", "Extras", "launch", "matvec", "reference", "supported"]
+__all__ = ["PLAIN", "Affine", "Extras", "launch", "matvec", "pick", "reference", "supported"]
 
 _HEAD: Final = r"""
 const int first = (bx * SIMDGROUPS + sg) * OUTPUTS, made = GLU ? 2 * OUTPUTS : OUTPUTS;
@@ -146,6 +147,11 @@ def supported(x: mx.array, weight: mx.array | Affine) -> bool:
     return packed and x.shape[0] <= MAX_ROWS and x.shape[1] % 32 == 0
 
 
+def pick(target: str, x: mx.array, weight: mx.array | Affine) -> Callable[..., Launch]:
+    """The kernel for a weight on *target*: its `launch`. The rows of x do not matter."""
+    return matvec_mma.launch if target == "cuda" and matvec_mma.supported(x, weight) else launch
+
+
 def matvec(
     x: mx.array, weight: mx.array | Affine, extras: Extras = PLAIN, *, use_kernel: bool | None = None
 ) -> mx.array:
@@ -153,6 +159,4 @@ def matvec(
     target = chosen(use_kernel)
     if target is None or not supported(x, weight):
         return reference(x, weight, extras)
-    if target == "cuda" and matvec_mma.supported(x, weight):
-        return matvec_mma.launch(x, weight, extras).run(target)
-    return launch(x, weight, extras).run(target)
+    return pick(target, x, weight)(x, weight, extras).run(target)

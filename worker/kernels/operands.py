@@ -1,7 +1,7 @@
 """Operands of a matrix-vector product, and the product in plain operations.
 
-x T [R, K]; weight T [N, K], or affine quantised: words uint32 [N, K bits / 32], scales and biases T [N, K / group],
-bits 4 or 8, group 32, 64 or 128, as mx.quantize packs them. Out: T [R, N] = x weight^T. Options:
+x T [R, K]; weight T [N, K], or affine quantised: words uint32 [N, K bits / 32], scales and biases T
+[N, K / group], bits 4 or 8, group 32, 64 or 128, as mx.quantize packs them. Out: T [R, N] = x weight^T. Options:
 
 - norm T [K] and eps: x is RMS-normed first;
 - glu: weight has 2 N rows, gates first, and the output is silu(gate) * up;
