@@ -6,7 +6,6 @@ thread. A simdgroup is a warp: 32 lanes. The words:
 - `GLOBAL(T)`, `OUT(T)`, `LOCAL(T)`: pointer to const device memory, to device memory, to the thread's own
   arrays.
 - `SHARED(T, name, n)`: an array of the threadgroup. It is used by name only: no pointer to it is ever taken.
-  `LARGE(T, name, n)`: the one array of a kernel that may take more than 48 KiB; its bytes stand in the Kernel too.
 - `BARRIER()`, `XOR(v, m)`, `SUM32(v)`, `MAX32(v)`: the threadgroup's barrier; exchange, sum, maximum of 32
   lanes. `DEVICE_BARRIER()`: after it a threadgroup also reads what it wrote to device memory before.
 - `QUAD`: 16 bytes to keep in a SHARED array, as `f` (float4), `u` (uint4), `s[4]` (float) or `h[8]` (ushort).
@@ -24,6 +23,7 @@ A kernel with `matrix` has more words. T is a 16-bit type, of which an unsigned 
   a2) and g + 8 (a1, a3) of A [16, 16], columns 2 t, 2 t + 1 (a0, a1) and 8 more (a2, a3); of B [16, 8] rows 2 t,
   2 t + 1 (b0) and 8 more (b1), column g; of c [16, 8] rows g (c[0], c[1]) and g + 8, columns 2 t, 2 t + 1.
   A matrix unit on CUDA; on Metal the same, spelled out and slow.
+- `RAW(v)`, `PAIR(T, a, b)`: a value of T as ushort; a word of two float32 rounded to T.
 - `UNPAIR(T, u, o)`, `PAIR_MUL(T, u, v)`: the values of a word to float32; products of two words, rounded to T.
 - `LOWS(u, v)`, `HIGHS(u, v)`, `PART(u, m, c)`, `FROM(u, l)`: the first values of two words, the second ones;
   (u & m) | c; lane l's word.
@@ -60,7 +60,6 @@ _CUDA_HEADER: Final = r"""
 #define OUT(T) T*
 #define LOCAL(T) T*
 #define SHARED(T, name, n) __shared__ T name[n]
-#define LARGE(T, name, n) extern __shared__ __align__(16) T name[]
 #define BARRIER() __syncthreads()
 #define DEVICE_BARRIER() __syncthreads()
 #define XOR(v, m) __shfl_xor_sync(0xffffffffu, (v), (m))
@@ -89,7 +88,6 @@ _METAL_HEADER: Final = r"""
 #define OUT(T) device T*
 #define LOCAL(T) thread T*
 #define SHARED(T, name, n) threadgroup T name[n]
-#define LARGE(T, name, n) threadgroup T name[n]
 #define BARRIER() threadgroup_barrier(mem_flags::mem_threadgroup)
 #define DEVICE_BARRIER() threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device)
 #define XOR(v, m) simd_shuffle_xor((v), (ushort)(m))
