@@ -6,6 +6,7 @@ thread. A simdgroup is a warp: 32 lanes. The words:
 - `GLOBAL(T)`, `OUT(T)`, `LOCAL(T)`: pointer to const device memory, to device memory, to the thread's own
   arrays.
 - `SHARED(T, name, n)`: an array of the threadgroup. It is used by name only: no pointer to it is ever taken.
+- `LARGE(T, name, n)`: the one such array that may pass 48 KiB; its bytes stand in the Kernel too, as `large`.
 - `BARRIER()`, `XOR(v, m)`, `SUM32(v)`, `MAX32(v)`: the threadgroup's barrier; exchange, sum, maximum of 32
   lanes. `DEVICE_BARRIER()`: after it a threadgroup also reads what it wrote to device memory before.
 - `QUAD`: 16 bytes to keep in a SHARED array, as `f` (float4), `u` (uint4), `s[4]` (float) or `h[8]` (ushort).
@@ -60,6 +61,7 @@ _CUDA_HEADER: Final = r"""
 #define OUT(T) T*
 #define LOCAL(T) T*
 #define SHARED(T, name, n) __shared__ T name[n]
+#define LARGE(T, name, n) extern __shared__ __align__(16) T name[]
 #define BARRIER() __syncthreads()
 #define DEVICE_BARRIER() __syncthreads()
 #define XOR(v, m) __shfl_xor_sync(0xffffffffu, (v), (m))
@@ -88,6 +90,7 @@ _METAL_HEADER: Final = r"""
 #define OUT(T) device T*
 #define LOCAL(T) thread T*
 #define SHARED(T, name, n) threadgroup T name[n]
+#define LARGE(T, name, n) threadgroup T name[n]
 #define BARRIER() threadgroup_barrier(mem_flags::mem_threadgroup)
 #define DEVICE_BARRIER() threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device)
 #define XOR(v, m) simd_shuffle_xor((v), (ushort)(m))

@@ -28,7 +28,7 @@ from worker.kernels.operands import PLAIN, Affine, Extras, arrays, defines
 # t of a unit. In `ring` a line of a step is `chunks` of 16 bytes; its units are exchanged, so that what the lanes
 # take at once lies in different banks.
 _HEAD: Final = r"""
-LARGE(unsigned, unsigned, ring, SPLIT * SLOTS * TILES * STEP * UNIT * BITS / 2);
+RING(unsigned, ring, SPLIT * SLOTS * TILES * STEP * UNIT * BITS / 2);
 SHARED(float, sums, TURNS * SPLIT * TILES * 176);
 SHARED(float, squares, SPLIT * 16);
 const int g = lane >> 2, t = lane & 3, made = (GLU ? 8 : 16) * TILES, total = (N + made - 1) / made;
