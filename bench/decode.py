@@ -228,7 +228,7 @@ def prompts(report: Report, one: rig.Rig, effort: Effort) -> None:
         PEER: partial(rig.first_token_mlx, one.model, prompt),
         OURS: partial(rig.first_token, engine, prompt),
     }
-    title = f"{one.shape.title}, prompt of {len(prompt)}"
+    title = f"{one.shape.title}, prompt of {len(prompt)} in forwards of {one.kernels.prefill_rows} rows"
     for kind, found in rig.interleaved(runs, 1).items():
         report.add(f"{title}: first token, {kind}, first time in the process", found.median, "ms")
     found = rig.interleaved(runs, effort.rounds)
@@ -271,7 +271,7 @@ def measure(report: Report, name: str, shape: models.Shape, effort: Effort, kern
     apart = rig.interleaved({PEER: partial(rig.decode_mlx, model, CONTEXTS[0], effort.tokens)}, 3)[PEER]
     clock.told("made, and mlx-lm alone")
     one = rig.rig_of(shape, model, max(effort.contexts) + effort.tokens)
-    compiled = prepare(one.packed, rig.PREFILL_ROWS, kernels)
+    compiled = prepare(one.packed, one.kernels.prefill_rows, kernels)
     clock.told(f"packed, and {compiled} kernels compiled")
     joint = rig.interleaved({PEER: partial(rig.decode_mlx, model, CONTEXTS[0], effort.tokens)}, 3)[PEER]
     report.add(f"{shape.title}: mlx-lm over our packed weights / over its own", joint.least / apart.least, "x")

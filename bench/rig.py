@@ -21,7 +21,7 @@ import models
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-from worker.engine.build import distance
+from worker.engine.build import distance, prefill_rows
 from worker.engine.dense_in_place import DenseInPlace
 from worker.engine.engine import EngineRequest
 from worker.engine.forward import MAX_ROWS, Forward, rows_needed
@@ -37,7 +37,6 @@ from worker.kv.prefix import Opened, PrefixIndex
 
 # Tokens after whose first few the pipeline is full.
 SKIP = 5
-PREFILL_ROWS = 128
 CACHE_STEP = 256
 
 
@@ -134,7 +133,8 @@ def rig_of(shape: models.Shape, model: Any, positions: int) -> Rig:
     """Pack *model* and give it a pool of random rows in which *positions* have room."""
     packed = pack(model)
     heads = packed.heads
-    rows = rows_needed(positions, PREFILL_ROWS) + PREFILL_ROWS
+    prompt_rows = prefill_rows("cuda", model)
+    rows = rows_needed(positions, prompt_rows) + prompt_rows
     pool = Pool(PoolShape(len(packed.layers), heads.kv_heads, heads.dim, packed.dtype), pages_for(rows))
     for layer, array in enumerate(pool.arrays):
         size = array.shape
@@ -143,7 +143,7 @@ def rig_of(shape: models.Shape, model: Any, positions: int) -> Rig:
         mx.eval(pool.arrays[layer])
     mx.clear_cache()
     lanes = [
-        DenseInPlace(packed, pool, prefill_rows=PREFILL_ROWS, switches=Switches(matvec=ours))
+        DenseInPlace(packed, pool, prefill_rows=prompt_rows, switches=Switches(matvec=ours))
         for ours in (True, False)
     ]
     return Rig(shape, models.loaded(shape, model), packed, pool, Pages(pool.pages), *lanes)

@@ -40,6 +40,13 @@ TAIL_FORM: Final = "tail"
 _CLOSE: Final = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 
 
+def prefill_rows(device: str, model: Any) -> int:
+    """Rows of a prefill forward of *model* on *device*, as `device_name` calls it."""
+    small, large = PREFILL_ROWS[device]
+    weights = sum(weight.nbytes for _, weight in tree_flatten(model.parameters()))
+    return small if weights <= SMALL_BYTES else large
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What may be chosen.
@@ -61,9 +68,7 @@ class Options:
 
     def rows(self, loaded: LoadedModel) -> int:
         """Rows of a prefill forward of this model on this device."""
-        small, large = PREFILL_ROWS[device_name()]
-        weights = sum(weight.nbytes for _, weight in tree_flatten(loaded.model.parameters()))
-        return self.prefill_rows or (small if weights <= SMALL_BYTES else large)
+        return self.prefill_rows or prefill_rows(device_name(), loaded.model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
