@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from kernels import standin
-from kernels.oracle import TYPES, History, attention, bits, close, draw, paths, random_tree, same, wide
+from kernels import oracle, standin
+from kernels.oracle import TYPES, History, bits, close, draw, paths, random_tree, same, wide
 
+from worker.kernels import attention, attention_fma, attention_mma, rope_write, rows
 from worker.kernels import attention_combine as second
-from worker.kernels import attention_fma, attention_mma, rope_write, rows
-from worker.kernels.attention import attend
 from worker.kernels.dialect import Launch
 from worker.kernels.rope_write import Heads
 
@@ -77,7 +76,7 @@ def check(shape: Shape, length: int, parents: list[int] | None, count: int, seed
     seen = paths(list(range(-1, count - 1)) if parents is None else parents)
     keys, values = (wide(part) for part in known.rows)
     want = np.stack([
-        attention(
+        oracle.attention(
             wide(q[row]), keys[:, at], values[:, at], 1 / math.sqrt(shape.dim)
         )
         for row in range(count)
@@ -86,7 +85,9 @@ def check(shape: Shape, length: int, parents: list[int] | None, count: int, seed
     close(run(shape, q, known, length, new, tree), want)
     pool, meta = known.pool(length, [])
     table = rope_write.constants(shape.plain, None, None, None)
-    plain, written = attend(packed(q, known, new), table, pool, meta, shape.plain, tree, use_kernel=False)
+    plain, written = attention.attend(
+        packed(q, known, new), table, pool, meta, shape.plain, tree, use_kernel=False
+    )
     close(plain.reshape(q.shape), want)
     written_rows_are_there(pool, written, known, length, new, meta)
 
@@ -252,6 +253,31 @@ def inside_tree(shape, random, known, strangers, q, alone, start) -> None:
     out = run(shape, queries, both, start, new, rows.tree_array(parents))
     for row, position in on_path.items():
         same(out[row], alone[position])
+
+
+@pytest.mark.parametrize(("target", "dtype", "dim"), [
+    ("cuda", "bfloat16", 128), ("cuda", "float32", 128), ("cuda", "float16", 256), ("metal", "bfloat16", 128),
+])  # fmt: skip
+def test_the_first_pass_is_picked_by_device_type_and_dimension_never_by_rows(
+    monkeypatch, target, dtype, dim
+) -> None:
+    launched: list[str] = []
+
+    def noted(launch: Launch, _target: str) -> mx.array:
+        launched.append(launch.kernel.name)
+        return mx.zeros(launch.shape, dtype=launch.dtype)
+
+    monkeypatch.setattr(attention, "chosen", lambda _use: target)
+    monkeypatch.setattr(Launch, "run", noted)
+    heads = Heads(heads=4, kv_heads=2, dim=dim, rotated=0)
+    pool, meta = mx.zeros((2, 2, 256, dim), dtype=TYPES[dtype]), mx.zeros((9,), dtype=mx.int32)
+    for count in range(1, 17):
+        qkv = mx.zeros((count, 8 * dim), dtype=TYPES[dtype])
+        out, same_pool = attention.attend(qkv, rope_write.constants(heads, None, None, None), pool, meta, heads)
+        assert out.shape == (count, 4, dim)
+        assert same_pool is pool
+    first = "attention_mma" if (target, dim) == ("cuda", 128) and dtype != "float32" else "attention_fma"
+    assert launched == [first, "attention_combine"] * 16
 
 
 # The long forms go through the types in turn: an instance takes a second or two to compile.

@@ -383,7 +383,7 @@ def launch(  # noqa: PLR0917 - the operands of the contract, in its order
     """The first pass on the operands of the contract; *table* holds the constants."""
     sixteens = -(-len(qkv) * heads.heads // heads.kv_heads // 16)
     tile = 16 * min(sixteens, 2)
-    stages = 2 if tile == 32 else 3
+    stages = 2 if tile == 32 and heads.dim > 64 else 3
     stage = (2 * -(-heads.dim // 32) + 4 * -(-heads.dim // 64)) * 512
     operands = rope_write.operands(qkv, table, pool, meta, tree)
     words = (*attention_piece.words(heads, tree), *WORDS, ("STAGES", str(stages)))

@@ -6,7 +6,7 @@ thread. A simdgroup is a warp: 32 lanes. The words:
 - `GLOBAL(T)`, `OUT(T)`, `LOCAL(T)`: pointer to const device memory, to device memory, to the thread's own
   arrays.
 - `SHARED(T, name, n)`: an array of the threadgroup. It is used by name only: no pointer to it is ever taken.
-  `LARGE(T, name, n)`: the one array of a kernel that may take more than 48 KiB; its bytes stand in the Kernel too.
+- `LARGE(T, name, n)`: the one such array that may pass 48 KiB; its bytes stand in the Kernel too, as `large`.
 - `BARRIER()`, `XOR(v, m)`, `SUM32(v)`, `MAX32(v)`: the threadgroup's barrier; exchange, sum, maximum of 32
   lanes. `DEVICE_BARRIER()`: after it a threadgroup also reads what it wrote to device memory before.
 - `QUAD`: 16 bytes to keep in a SHARED array, as `f` (float4), `u` (uint4), `s[4]` (float) or `h[8]` (ushort).
@@ -24,6 +24,7 @@ A kernel with `matrix` has more words. T is a 16-bit type, of which an unsigned 
   a2) and g + 8 (a1, a3) of A [16, 16], columns 2 t, 2 t + 1 (a0, a1) and 8 more (a2, a3); of B [16, 8] rows 2 t,
   2 t + 1 (b0) and 8 more (b1), column g; of c [16, 8] rows g (c[0], c[1]) and g + 8, columns 2 t, 2 t + 1.
   A matrix unit on CUDA; on Metal the same, spelled out and slow.
+- `RAW(v)`, `PAIR(T, a, b)`: a value of T as ushort; a word of two float32 rounded to T.
 - `UNPAIR(T, u, o)`, `PAIR_MUL(T, u, v)`: the values of a word to float32; products of two words, rounded to T.
 - `LOWS(u, v)`, `HIGHS(u, v)`, `PART(u, m, c)`, `FROM(u, l)`: the first values of two words, the second ones;
   (u & m) | c; lane l's word.
