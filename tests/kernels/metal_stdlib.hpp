@@ -119,6 +119,14 @@ static void prepare(int threads) {
     makecontext(&fiber.first, life, 0);
   }
 }
+// A library for each instance of a kernel stays loaded: its stacks must not.
+static void release() {
+  for (Fiber& fiber : fibers) {
+    free(fiber.stack);
+    fiber.stack = nullptr;
+    fiber.born = false;
+  }
+}
 // All 32 lanes ask the same question; the answer is the butterfly's, as on a warp. Only a lane may be each one's own.
 static bool answer(int base) {
   const Request asked = requests[base];
@@ -184,15 +192,16 @@ static bool gather(const Place& place) {
 static int run_grid(uint x, uint y, uint z, int threads, bool backwards, const Place& place) {
   prepare(threads);
   const uint total = x * y * z;
-  for (uint i = 0; i < total; i++) {
+  int code = 0;
+  for (uint i = 0; i < total && !code; i++) {
     const uint g = backwards ? total - 1 - i : i;
     group = {g % x, g / x % y, g / x / y};
-    const int code = run_group(backwards);
-    if (code) return code;
-    if (!gather(place)) return 4;
+    code = run_group(backwards);
+    if (!code && !gather(place)) code = 4;
   }
-  memcpy(place.bytes, place.after, place.size);
-  return 0;
+  if (!code) memcpy(place.bytes, place.after, place.size);
+  release();
+  return code;
 }
 }  // namespace standin
 
