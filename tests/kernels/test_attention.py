@@ -274,7 +274,7 @@ def test_the_first_pass_is_picked_by_device_type_and_dimension_never_by_rows(
     for count in range(1, 17):
         qkv = mx.zeros((count, 8 * dim), dtype=TYPES[dtype])
         out, same_pool = attention.attend(qkv, rope_write.constants(heads, None, None, None), pool, meta, heads)
-        assert out.shape == (count, 4, dim)
+        assert out.shape == (count, 4 * dim)
         assert same_pool is pool
     first = "attention_mma" if (target, dim) == ("cuda", 128) and dtype != "float32" else "attention_fma"
     assert launched == [first, "attention_combine"] * 16

@@ -66,6 +66,7 @@ def test_a_kernel_is_noted_and_gives_zeros() -> None:
     assert "__half" in module.source
 
 
+@pytest.mark.prove
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no compiler for CUDA here")
 @pytest.mark.parametrize("model", ["smol-bf16", "smol-4bit"])
 def test_every_kernel_of_a_forward_compiles(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
