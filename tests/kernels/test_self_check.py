@@ -149,7 +149,7 @@ def test_writes_that_are_not_seen_mean_the_other_form(monkeypatch: pytest.Monkey
     machine = Machine()
 
     def lost(launch: Launch) -> bool:
-        return launch.kernel.name == "attention" and machine.launches.get("swiglu", 0) == 3
+        return launch.kernel.name == "attention_fma" and machine.launches.get("swiglu", 0) == 3
 
     machine.lost = lost
     choice = chosen(machine, monkeypatch, packed())
@@ -201,7 +201,7 @@ def test_the_step_that_is_timed_is_the_banks(monkeypatch: pytest.MonkeyPatch) ->
         times = step_time.compare(packed(), Switches(), "matvec", iter(range(1000)).__next__, repeats=1)
     assert set(times) == {"on", "off"}
     # Both attend in every step; one alone uses our products.
-    assert machine.launches["attention"] == 2 * (2 + 16)
+    assert machine.launches["attention_fma"] == 2 * (2 + 16)
     assert machine.launches["matvec"] == 5 * (2 + 16)
     assert machine.launches["swiglu"] == 2 + 16
 

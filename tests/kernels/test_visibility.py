@@ -55,8 +55,8 @@ class Losing:
         self.left = which
 
     def __call__(self, launch: Launch) -> bool:
-        self.left -= launch.kernel.name == "attention"
-        return self.left == -1 and launch.kernel.name == "attention"
+        self.left -= launch.kernel.name == "attention_fma"
+        return self.left == -1 and launch.kernel.name == "attention_fma"
 
 
 # Rows of a fresh pool, of a second round over old rows, and of the last step, which nobody reads again.
