@@ -22,7 +22,7 @@ from report import Figure, write
 
 from mtplx.settings import Settings
 from worker.engine.build import Options, build
-from worker.engine.engine import EngineRequest
+from worker.engine.engine import EngineRequest, unheard
 from worker.engine.load import LoadedModel, load, resolve_model
 from worker.engine.sample import Sampling
 from worker.engine.serial import SerialEngine
@@ -36,7 +36,7 @@ def same_ids(loaded: LoadedModel, engine: SerialEngine) -> int:
     prompt = loaded.tokenizer.encode("Explain why the sky is blue in three sentences.")
     want = [token for token, _ in generate_step(mx.array(prompt), loaded.model, max_tokens=IDS)]
     request = EngineRequest(prompt=tuple(prompt), sampling=Sampling(seed=0), max_tokens=IDS, cache=False)
-    engine.start(request, rig.unheard)
+    engine.start(request, unheard)
     got = [engine.step().token for _ in range(IDS)]
     engine.stop()
     return sum(one == other for one, other in zip(got, want, strict=True))

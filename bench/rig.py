@@ -23,7 +23,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from worker.engine.build import distance, prefill_rows
 from worker.engine.dense_in_place import DenseInPlace
-from worker.engine.engine import EngineRequest
+from worker.engine.engine import EngineRequest, unheard
 from worker.engine.forward import MAX_ROWS, Forward, rows_needed
 from worker.engine.load import LoadedModel
 from worker.engine.packed import Packed, pack
@@ -147,10 +147,6 @@ def rig_of(shape: models.Shape, model: Any, positions: int) -> Rig:
         for ours in (True, False)
     ]
     return Rig(shape, models.loaded(shape, model), packed, pool, Pages(pool.pages), *lanes)
-
-
-def unheard(_done: int, _total: int) -> None:
-    """Progress that nobody follows."""
 
 
 def decode(engine: SerialEngine, context: int, sampling: Sampling, tokens: int) -> float:

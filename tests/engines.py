@@ -12,7 +12,6 @@ from worker.engine import build as lanes
 from worker.engine.build import Options
 from worker.engine.engine import Cancelled, Engine, EngineRequest, Figures
 from worker.engine.load import LoadedModel
-from worker.engine.reference import ReferenceEngine
 from worker.kv.pages import PAGE, Pages
 from worker.kv.prefix import PrefixIndex
 
@@ -45,18 +44,6 @@ class Built:
         assert not self.pages.sequences, "an ended request holds pages"
         assert self.pages.free + self.index.pages_held == self.pages.count
         self.index.check()
-
-
-def reference(
-    loaded: LoadedModel,
-    *,
-    prefill_rows: int = 512,
-    form: Form = "tail",
-    pages: int = PLENTY,
-    stored: int | None = None,
-) -> Built:
-    """mlx-lm's own loop behind the engine's interface."""
-    return Built(ReferenceEngine(loaded, prefill_rows))
 
 
 def build(

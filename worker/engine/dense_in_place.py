@@ -17,7 +17,7 @@ from worker.engine.verify_bank import SIZES, Switches, VerifyBank, size_for
 from worker.kernels.read_pages import read_pages
 from worker.kernels.rope_write import rope_write
 from worker.kernels.swiglu import swiglu
-from worker.kv.pages import Sequence, pages_for
+from worker.kv.pages import Sequence
 from worker.kv.pool import Pool
 from worker.kv.prefix import Opened
 
@@ -38,7 +38,7 @@ class DenseInPlace:
         self._pool = pool
         self._kernels = switches.kernels
         # Room for the longest table, and never so short that MLX passes it by value.
-        self._width = max(8, 1 + pages_for(pool.pages * 32))
+        self._width = max(8, 1 + pool.pages)
         self._sequence: Sequence | None = None
         self._meta: mx.array | None = None
         self._meta_length = -1

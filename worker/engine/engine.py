@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from worker.engine.sample import Sampling
 from worker.kv.prefix import Cache
 
 # Called with (prompt ids read, prompt ids in all); it may raise Cancelled.
 PrefillProgress = Callable[[int, int], None]
+
+
+ROUTE: Final = "serial_b1"
+"""What DONE calls a job of one row a step."""
+
+
+def unheard(_done: int, _total: int) -> None:
+    """Progress that nobody follows, as of a warm-up."""
+
+
+def likeliest_first(ids: list[int], values: list[float]) -> list[tuple[int, float]]:
+    """(id, log-probability) pairs, likeliest first, ties to the lower id."""
+    return sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
 
 
 class Cancelled(Exception):  # noqa: N818 - it is an order, not a fault

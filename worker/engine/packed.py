@@ -43,15 +43,7 @@ class Linear:
         """X T [..., K] to T [..., N] by MLX's own operations."""
         weight = self.weight
         if isinstance(weight, Affine):
-            y = mx.quantized_matmul(
-                x,
-                weight.words,
-                weight.scales,
-                weight.biases,
-                transpose=True,
-                group_size=weight.group,
-                bits=weight.bits,
-            )
+            y = weight.product(x)
             return y if self.bias is None else y + self.bias
         turned = weight.T if self.turned is None else self.turned
         return x @ turned if self.bias is None else mx.addmm(self.bias, x, turned)

@@ -11,12 +11,20 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 
 from mtplx.job import MAX_INT
-from worker.engine.engine import EngineRequest, Figures, NumericError, PrefillProgress, Step
+from worker.engine.engine import (
+    ROUTE,
+    EngineRequest,
+    Figures,
+    NumericError,
+    PrefillProgress,
+    Step,
+    likeliest_first,
+    unheard,
+)
 from worker.engine.load import LoadedModel
 from worker.engine.sample import KeyedSampler, RawLogits, Sampling, penalties
 
 DEFAULT_PREFILL_CHUNK: Final = 512
-_ROUTE: Final = "serial_b1"
 
 
 class ReferenceEngine:
@@ -42,7 +50,7 @@ class ReferenceEngine:
             seed=0, temperature=1.0, top_p=0.5, top_k=2, min_p=0.1, repetition_penalty=1.1, logprobs=1
         )
         for sampling in (Sampling(seed=0), filtered):
-            self.start(EngineRequest(prompt=(0, 0, 0), sampling=sampling, max_tokens=2), _unheard)
+            self.start(EngineRequest(prompt=(0, 0, 0), sampling=sampling, max_tokens=2), unheard)
             # Straight from the loop: a model whose first numbers are bad must fail in a job, where it is told.
             for _ in self._tokens or ():
                 pass
@@ -82,14 +90,10 @@ class ReferenceEngine:
     def stop(self) -> Figures:
         """As in `Engine`."""
         widths = {1: self._steps} if self._steps else {}
-        figures = Figures(route=_ROUTE, row_invariant=False, verify_forwards=self._steps, widths=widths)
+        figures = Figures(route=ROUTE, row_invariant=False, verify_forwards=self._steps, widths=widths)
         self._tokens = self._watch = self._first = None
         self._steps = 0
         return figures
-
-
-def _unheard(_done: int, _total: int) -> None:
-    """Progress of a warm-up, which nobody follows."""
 
 
 class _Watch:
@@ -119,9 +123,5 @@ class _Watch:
             raise NumericError("the model produced NaN or infinite logits")
         if not top:
             return Step(token)
-        return Step(token, _pairs(*top))
-
-
-def _pairs(ids: Any, values: Any) -> list[tuple[int, float]]:
-    pairs = zip(ids[0].tolist(), values[0].tolist(), strict=True)
-    return sorted(pairs, key=lambda pair: (-pair[1], pair[0]))
+        ids, values = (cast("list[Any]", part[0].tolist()) for part in top)
+        return Step(token, likeliest_first(ids, values))

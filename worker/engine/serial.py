@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import mlx.core as mx
 
 from worker.engine.draw import NOT_A_NUMBER, Drawn, Draws, warm
-from worker.engine.engine import EngineRequest, Figures, NumericError, PrefillProgress, Step
+from worker.engine.engine import (
+    ROUTE,
+    EngineRequest,
+    Figures,
+    NumericError,
+    PrefillProgress,
+    Step,
+    likeliest_first,
+    unheard,
+)
 from worker.engine.forward import MAX_ROWS, Forward, rows_needed
 from worker.engine.load import LoadedModel
 from worker.engine.sample import Sampling
 from worker.kv.prefix import Opened, PrefixIndex
-
-ROUTE: Final = "serial_b1"
 
 
 class SerialEngine:
@@ -39,7 +46,7 @@ class SerialEngine:
         request = EngineRequest(
             prompt=(0,), sampling=Sampling(seed=0), max_tokens=2, drawn=(0,) * MAX_ROWS, cache=False
         )
-        self.start(request, _unheard)
+        self.start(request, unheard)
         self.forward.trace()
         # Not by step(): a model whose first numbers are bad must fail in a job, where it is told.
         self.stop()
@@ -168,13 +175,8 @@ class _Run:
         return len(self.request.prompt) + len(self.request.drawn)
 
 
-def _unheard(_done: int, _total: int) -> None:
-    """Progress of a warm-up, which nobody follows."""
-
-
 def _pairs(drawn: Drawn) -> list[tuple[int, float]] | None:
-    """(id, log-probability) pairs, likeliest first, ties to the lower id."""
     if drawn.top is None:
         return None
     ids, values = (cast("list[Any]", part.tolist()) for part in drawn.top)
-    return sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
+    return likeliest_first(ids, values)

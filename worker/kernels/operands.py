@@ -28,6 +28,18 @@ class Affine:
     group: int
     bits: int
 
+    def product(self, x: mx.array) -> mx.array:
+        """X T [..., K] times the weight, T [..., N], by MLX's own operation."""
+        return mx.quantized_matmul(
+            x,
+            self.words,
+            self.scales,
+            self.biases,
+            transpose=True,
+            group_size=self.group,
+            bits=self.bits,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extras:
@@ -64,18 +76,7 @@ def reference(x: mx.array, weight: mx.array | Affine, extras: Extras = PLAIN) ->
     """The same in plain operations, with MLX's roundings in between."""
     if extras.norm is not None:
         x = mx.fast.rms_norm(x, extras.norm, extras.eps)
-    if isinstance(weight, Affine):
-        y = mx.quantized_matmul(
-            x,
-            weight.words,
-            weight.scales,
-            weight.biases,
-            transpose=True,
-            group_size=weight.group,
-            bits=weight.bits,
-        )
-    else:
-        y = x @ weight.T
+    y = weight.product(x) if isinstance(weight, Affine) else x @ weight.T
     if extras.glu:
         gate, up = mx.split(y, 2, axis=-1)
         return gate * mx.sigmoid(gate) * up
