@@ -15,6 +15,7 @@ from worker.engine.dense_in_place import DenseInPlace
 from worker.engine.dense_tail import TAIL, DenseTail
 from worker.engine.forward import Forward, rows_needed
 from worker.engine.packed import Packed, pack
+from worker.engine.probe import graph_nodes
 from worker.engine.verify_bank import SIZES, Switches, VerifyBank, size_for
 from worker.kernels import dialect
 from worker.kv.pages import Pages
@@ -100,6 +101,30 @@ def test_a_lane_computes_what_the_module_computes(kind: str, form: str, rows: in
             assert at == length + 40
             got = mx.concatenate(got)
             assert mx.abs(got - want[length - 1 :]).max() < 2e-5 * mx.abs(want).max()
+
+
+@pytest.mark.parametrize(("form", "rows"), FORMS)
+def test_settling_computes_the_rows_of_a_prompt_whose_logits_nobody_asked_for(form: str, rows: int) -> None:
+    """As after a cancel behind the last chunk: the rows are stored, so they must be there."""
+    rig = make(pack(small()), form, rows)
+    with rig.job(IDS[:64], 40):
+        rig.read(IDS[:64], max(rows, 32))
+        rig.lane.settle()
+        assert graph_nodes(*rig.pool.arrays) == 0
+
+
+@pytest.mark.parametrize(("form", "rows"), FORMS)
+def test_rows_can_be_taken_back_after_they_were_settled(form: str, rows: int) -> None:
+    model = small()
+    rig = make(pack(model), form, rows)
+    want = model(mx.array([IDS[:40]]))[0]
+    with rig.job(IDS[:30], 20) as opened:
+        rig.read(IDS[:30], rows if rows > 1 else 30)
+        rig.lane.rows(mx.array([*IDS[30:35], 95, 95, 95], dtype=mx.uint32))
+        rig.lane.settle()
+        opened.sequence.truncate(35)
+        got = rig.lane.rows(mx.array(IDS[35:40], dtype=mx.uint32))
+        assert mx.abs(got - want[35:]).max() < 2e-5 * mx.abs(want).max()
 
 
 @pytest.mark.parametrize(("form", "rows"), FORMS)

@@ -67,7 +67,9 @@ class DenseInPlace:
             mx.eval(q, self._pool.arrays)
             return None
         row = x[len(ids) - 1 : len(ids)]
-        return self._packed.head(mx.fast.rms_norm(row, self._packed.norm, self._packed.eps))
+        # Dropped with these logits, as after a cancel, the writes of their graph would never happen.
+        self._latest = self._packed.head(mx.fast.rms_norm(row, self._packed.norm, self._packed.eps))
+        return self._latest
 
     def rows(self, tokens: mx.array) -> mx.array:
         """As in `Forward`."""

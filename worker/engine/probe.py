@@ -309,12 +309,17 @@ class Measured:
             forward.rows(mx.zeros((1,), dtype=mx.uint32))
             forward.settle()
             logits = forward.rows(mx.zeros((1,), dtype=mx.uint32))
-            with tempfile.TemporaryDirectory() as place:
-                path = f"{place}/step.dot"
-                mx.export_to_dot(path, logits)
-                drawn = Path(path).read_text()
+            count = graph_nodes(logits)
             mx.eval(logits)
-        return drawn.count("shape=rectangle")
+        return count
+
+
+def graph_nodes(*outputs: mx.array) -> int:
+    """Primitives of the graph of *outputs* that are not computed yet."""
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place, "graph.dot")
+        mx.export_to_dot(str(path), *outputs)
+        return path.read_text().count("shape=rectangle")
 
 
 def bits(array: mx.array) -> mx.array:
