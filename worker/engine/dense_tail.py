@@ -64,6 +64,8 @@ class DenseTail:
     def rows(self, tokens: mx.array) -> mx.array:
         """As in `Forward`."""
         sequence, count = self._started(), tokens.size
+        # Rows that were folded and then taken back are written anew.
+        self._folded = min(self._folded, sequence.length)
         if sequence.length + count > self._folded + TAIL:
             self._fold()
         start = sequence.length
