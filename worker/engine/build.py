@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -54,7 +54,7 @@ class Options:
     kv_bytes: memory for keys and values; None, what the device holds well.
     prefill_chunk: prompt ids between two looks for a cancel, where the rows of a forward are not fixed.
     prefill_rows: rows of a prefill forward; None, from the table.
-    form: of the cache; None, the fastest that passes the check at start.
+    form: of the cache, taken unchecked; None, the fastest that passes the check at start.
     switches: of the in-place form where *form* is given.
     kernel_folder: where compiled kernels are kept; None, nowhere.
     """
@@ -122,9 +122,7 @@ def _packed(loaded: LoadedModel, options: Options) -> Lane:
     except NotDenseError as error:
         return _module(loaded, options, str(error))
     rows = options.rows(loaded)
-    choice = self_check.choose(packed, prefill_rows=max(rows, PAGE), kernel_folder=options.kernel_folder)
-    if options.form:
-        choice = replace(choice, switches=options.switches, in_place=options.form == IN_PLACE)
+    choice = _choice(packed, options, rows)
     shape = Shape(len(packed.layers), packed.heads.kv_heads, packed.heads.dim, packed.dtype)
     pool = Pool(shape, _pages(loaded, shape, options, rows))
     pages = Pages(pool.pages)
@@ -147,6 +145,13 @@ def _packed(loaded: LoadedModel, options: Options) -> Lane:
     # Its memory is the module lane's now.
     del pool, forward
     return _module(loaded, options, why)
+
+
+def _choice(packed: Packed, options: Options, rows: int) -> self_check.Choice:
+    """What is used: as given, unchecked, or what the check at start finds."""
+    if options.form is not None:
+        return self_check.Choice(switches=options.switches, in_place=options.form == IN_PLACE)
+    return self_check.choose(packed, prefill_rows=max(rows, PAGE), kernel_folder=options.kernel_folder)
 
 
 def _dense(packed: Packed, pool: Pool, form: str, rows: int, switches: Switches) -> Forward:
