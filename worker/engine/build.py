@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from worker.engine import self_check
 from worker.engine.dense_in_place import DenseInPlace
 from worker.engine.dense_tail import DenseTail
 from worker.engine.forward import Forward, rows_needed
-from worker.engine.load import LoadedModel, device_name
+from worker.engine.load import LoadedModel, device_name, weight_bytes
 from worker.engine.memory import Need, pool_pages, prefill_bytes, room
 from worker.engine.module_lane import module_lane
 from worker.engine.packed import NotDenseError, Packed, pack
@@ -33,7 +32,7 @@ _log = logging.getLogger(__name__)
 PREFILL_ROWS: Final = {"cpu": (1, 1), "metal": (128, 64), "cuda": (512, 256)}
 SMALL_BYTES: Final = 2 * 10**9
 
-IN_PLACE: Final = "in place"
+IN_PLACE: Final = self_check.IN_PLACE
 TAIL_FORM: Final = "tail"
 
 # How far a lane's logits may be from the module's, of the largest of them, by type: its own rounding, no more.
@@ -43,8 +42,7 @@ _CLOSE: Final = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 def prefill_rows(device: str, model: Any) -> int:
     """Rows of a prefill forward of *model* on *device*, as `device_name` calls it."""
     small, large = PREFILL_ROWS[device]
-    weights = sum(weight.nbytes for _, weight in tree_flatten(model.parameters()))
-    return small if weights <= SMALL_BYTES else large
+    return small if weight_bytes(model) <= SMALL_BYTES else large
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
