@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import pytest
+from mlx import nn
 from tiny_models import VOCABULARY, bare
 
 from worker.engine.dense_in_place import DenseInPlace
@@ -179,6 +180,18 @@ def test_a_step_in_place_is_few_nodes_and_only_kernels_touch_a_pool(
     assert names.count("CustomKernel") == 6 * layers + 1
     # Beside them: the rows of the embedding, the length, and shapes.
     assert len(names) <= 9 * layers + 8, names
+
+
+@pytest.mark.parametrize(("bits", "invariant"), [(4, True), (6, False), (8, True)])
+def test_rows_are_told_to_be_invariant_only_where_our_products_serve_every_weight(
+    bits: int, invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = bare()
+    nn.quantize(model, 32, bits)
+    packed = pack(model)
+    monkeypatch.setattr(dialect, "target", lambda: "metal")
+    assert VerifyBank(packed, Switches()).row_invariant is invariant
+    assert not VerifyBank(packed, Switches(matvec=False)).row_invariant
 
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 16), (16, 16)])

@@ -86,6 +86,12 @@ class Packed:
         """Shape of the attention, the same in every layer but for what is turned."""
         return self.layers[0].heads
 
+    @property
+    def weights(self) -> list[mx.array | Affine]:
+        """Of every product of a forward."""
+        products = [one for layer in self.layers for one in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        return [one.weight for one in (*products, self.head)]
+
     def attended(self, x: mx.array, q: mx.array, kv: mx.array, layer: Layer) -> mx.array:
         """A block's first half T [R, K]: x plus the attention of its queries.
 
