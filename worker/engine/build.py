@@ -15,7 +15,7 @@ from worker.engine.dense_in_place import DenseInPlace
 from worker.engine.dense_tail import DenseTail
 from worker.engine.forward import Forward, rows_needed
 from worker.engine.load import LoadedModel, device_name, weight_bytes
-from worker.engine.memory import Need, pool_pages, prefill_bytes, room
+from worker.engine.memory import pages_for_model
 from worker.engine.module_lane import module_lane
 from worker.engine.packed import NotDenseError, Packed, pack
 from worker.engine.serial import SerialEngine
@@ -122,8 +122,10 @@ def _packed(loaded: LoadedModel, options: Options) -> Lane:
     rows = options.rows(loaded)
     choice = _choice(packed, options, rows)
     shape = Shape(len(packed.layers), packed.heads.kv_heads, packed.heads.dim, packed.dtype)
-    pool = Pool(shape, _pages(loaded, shape, options, rows))
-    pages = Pages(pool.pages)
+    count = pages_for_model(
+        loaded, shape.page_bytes, asked=options.kv_bytes, prefill_rows=rows, chunk=options.prefill_chunk
+    )
+    pool, pages = Pool(shape, count), Pages(count)
     why = choice.why
     for form in (IN_PLACE, TAIL_FORM) if choice.in_place else (TAIL_FORM,):
         forward = _dense(packed, pool, form, rows, choice.switches)
@@ -172,16 +174,6 @@ def _module(loaded: LoadedModel, options: Options, why: str) -> Lane:
         page_bytes=forward.page_bytes,
         why=reasons,
     )
-
-
-def _pages(loaded: LoadedModel, shape: Shape, options: Options, rows: int) -> int:
-    need = Need(
-        page_bytes=shape.page_bytes,
-        context=loaded.context,
-        prefill_rows=rows,
-        reserve=prefill_bytes(rows if rows > 1 else options.prefill_chunk, loaded.width),
-    )
-    return pool_pages(options.kv_bytes, room(), need)
 
 
 def distance(loaded: LoadedModel, forward: Forward, pages: Pages) -> float:
