@@ -24,6 +24,9 @@ prove: setup
 bench: setup
 	$(BIN)/python bench/broker.py
 	$(BIN)/python bench/parity.py
+	$(BIN)/python bench/prefix.py
+	$(BIN)/python bench/decode_cpu.py
+	$(BIN)/python bench/memory.py
 
 setup:
 	@scripts/setup

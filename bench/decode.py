@@ -28,6 +28,7 @@ import rig
 import start
 from report import RESULTS, Figure, commit, machine, save, write
 
+from worker.engine.load import weight_bytes
 from worker.engine.sample import Sampling
 from worker.engine.self_check import prepare
 from worker.engine.verify_bank import SIZES
@@ -246,8 +247,7 @@ def sizes(report: Report, one: rig.Rig, effort: Effort) -> None:
     title, context = one.shape.title, max(effort.contexts)
     for kind, count in zip((OURS, PEER), rig.step_nodes(one), strict=True):
         report.add(f"{title}: graph nodes of a greedy step, {kind}", count, "")
-    weights = sum(array.nbytes for _, array in models.tree_flatten(one.model.parameters()))
-    report.add(f"{title}: weights", weights / 1e9, "GB")
+    report.add(f"{title}: weights", weight_bytes(one.model) / 1e9, "GB")
     engine = one.engine(one.kernels)
     runs: dict[str, Callable[[], object]] = {
         OURS: partial(rig.decode, engine, context, GREEDY, 20),

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import click
@@ -156,28 +157,38 @@ def at(meta: mx.array, length: int) -> mx.array:
     return mx.concatenate([mx.array([length], dtype=mx.int32), meta[1:]])
 
 
+def unturned(heads: Heads) -> mx.array:
+    """The constants of heads that nothing turns or norms."""
+    return rope_write.constants(heads, None, None, None)
+
+
 def check_attention(results: Results, kind: str, heads: Heads, length: int, counts: tuple[int, ...]) -> None:
-    draw, scale = Draw(length), 1 / math.sqrt(heads.dim)
+    draw, table = Draw(length), unturned(heads)
     name = f"attention {kind} {heads.dim}"
     pool, wide_pool, meta = pool_of(draw, kind, heads, length)
-    q, wide_q = draw.one(MAX_ROWS, heads.heads, heads.dim, kind=kind)
-    chain = attention.attention(q, pool, meta, scale)
-    wide_meta = mx.array(np.array(meta))
-    results.error(name, kind, chain, on_cpu(lambda: attention.reference(wide_q, wide_pool, wide_meta, scale)))
+    qkv, wide_qkv = draw.one(MAX_ROWS, (heads.heads + 2 * heads.kv_heads) * heads.dim, kind=kind)
+    wide_meta, wide_table = mx.array(np.array(meta)), mx.array(np.array(table))
+
+    def run(part: mx.array, start: int = 0, tree: mx.array | None = None) -> mx.array:
+        out, _ = attention.attend(part, table, pool, at(meta, length + start), heads, tree)
+        # The rows it writes are read by the next one, of which MLX knows nothing.
+        mx.eval(out)
+        return out
+
+    def want(part: mx.array, tree: mx.array | None = None) -> mx.array:
+        call = partial(attention.attend, part, wide_table, wide_pool, wide_meta, heads, tree, use_kernel=False)
+        return on_cpu(lambda: call()[0])
+
+    chain = run(qkv)
+    results.error(name, kind, chain, want(wide_qkv))
     for start, count in groups(counts):
-        some = attention.attention(q[start : start + count], pool, at(meta, length + start), scale)
-        results.bits(name, some, chain[start : start + count])
+        results.bits(name, run(qkv[start : start + count], start), chain[start : start + count])
     tree = rows.tree_array(PARENTS)
-    branches = attention.attention(q[: len(PARENTS)], pool, meta, scale, tree)
-    wide_tree = mx.array(np.array(tree))
-    want = on_cpu(lambda: attention.reference(wide_q[: len(PARENTS)], wide_pool, wide_meta, scale, wide_tree))
-    results.error(name, kind, branches, want)
-    # The rows of a path, moved together and computed as a chain, must give the bits they have in the tree.
+    branches = run(qkv[: len(PARENTS)], tree=tree)
+    results.error(name, kind, branches, want(wide_qkv[: len(PARENTS)], mx.array(np.array(tree))))
+    # The rows of a path, computed as a chain, must give the bits they have in the tree.
     path = mx.array(PATH, dtype=mx.int32)
-    old, new = (rows.slots(meta, length + part) for part in (path, mx.arange(len(PATH), dtype=mx.int32)))
-    moved = mx.take(pool, old, axis=2)
-    packed = mx.put_along_axis(pool, mx.broadcast_to(new[None, None, :, None], moved.shape), moved, axis=2)
-    results.bits(name, branches[path], attention.attention(q[path], packed, meta, scale))
+    results.bits(name, branches[path], run(qkv[path]))
 
 
 def check_rope(results: Results, kind: str, heads: Heads, length: int, counts: tuple[int, ...]) -> None:
@@ -232,20 +243,25 @@ def check_elementwise(results: Results, kind: str, counts: tuple[int, ...]) -> N
 
 
 def time_attention(results: Results, heads: Heads, length: int, count: int) -> None:
-    draw, scale = Draw(4), 1 / math.sqrt(heads.dim)
-    q, _ = draw.one(count, heads.heads, heads.dim, kind="bfloat16")
+    draw, scale, table = Draw(4), heads.score_scale, unturned(heads)
+    q, _ = draw.one(count, heads.heads * heads.dim, kind="bfloat16")
+    new, _ = draw.one(count, 2 * heads.kv_heads * heads.dim, kind="bfloat16")
     k, v = (draw.one(1, heads.kv_heads, length + count, heads.dim, kind="bfloat16")[0] for _ in range(2))
     pages = -(-(length + count) // PAGE) + 8
     pool = mx.random.normal((2, heads.kv_heads, pages * PAGE, heads.dim)).astype(mx.bfloat16)
     meta = mx.array(np.concatenate([[length], draw.order(pages)]).astype(np.int32))
-    mx.eval(q, k, v, pool, meta)
+    mx.eval(q, new, k, v, pool, meta, table)
+
+    def kernel(x: mx.array) -> mx.array:
+        return attention.attend(mx.concatenate([x, new], axis=1), table, pool, meta, heads)[0]
 
     def plain(x: mx.array) -> mx.array:
-        y = mx.fast.scaled_dot_product_attention(x.swapaxes(0, 1)[None], k, v, scale=scale, mask="causal")
-        return y[0].swapaxes(0, 1)
+        turned = x.reshape(count, heads.heads, heads.dim).swapaxes(0, 1)[None]
+        y = mx.fast.scaled_dot_product_attention(turned, k, v, scale=scale, mask="causal")
+        return y[0].swapaxes(0, 1).reshape(count, -1)
 
     name = f"attention bfloat16, {heads.heads}/{heads.kv_heads} x {heads.dim}, context {length}, {count} rows"
-    results.times(name, lambda x: attention.attention(x, pool, meta, scale), plain, q)
+    results.times(name, kernel, plain, q)
 
 
 def time_matvec(results: Results, width: int, lines: int, count: int, bits: int | None) -> None:
@@ -295,11 +311,12 @@ def check_all(results: Results, kind: str, quick: bool) -> None:
         few = counts if dim in (64, 128) else (1, 5)
         check_rope(results, kind, heads, 250, few)
         for length in (0, 17, 250, 1023, 2040):
-            check_attention(results, kind, heads, length, few)
+            still = Heads(heads=6, kv_heads=2, dim=dim, rotated=0)
+            check_attention(results, kind, still, length, few)
 
 
 def time_all(results: Results) -> None:
-    small, large = (Heads(heads=h, kv_heads=k, dim=d, rotated=d) for h, k, d in ((9, 3, 64), (32, 8, 128)))
+    small, large = (Heads(heads=h, kv_heads=k, dim=d, rotated=0) for h, k, d in ((9, 3, 64), (32, 8, 128)))
     for count in (1, 8):
         for heads in (small, large):
             for length in (64, 1024, 4096, 16384):

@@ -73,12 +73,14 @@ def ours(shape: models.Shape) -> dict[str, Module]:
 
 
 def read(one: rig.Rig, lane: DenseInPlace) -> None:
-    """Build the forwards of a prompt, each as if it were the last: that one is not computed by itself."""
+    """Build the forwards of a prompt, each as if it were the last: that one is not computed by itself.
+
+    The lane is not ended, which would compute the last one.
+    """
     sequence = one.pages.reserve(PROMPT)
     lane.begin(Opened(sequence, (), b"", False, (), 0, True))
     for _ in range(0, PROMPT, lane.prefill_rows):
         lane.read((0,) * lane.prefill_rows, last=True)
-    lane.end()
     sequence.release()
 
 

@@ -6,14 +6,11 @@ many in the caches handed to mlx-lm. Every loop is the product's (`SerialEngine`
 
 from __future__ import annotations
 
-import re
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -27,6 +24,7 @@ from worker.engine.engine import EngineRequest, unheard
 from worker.engine.forward import MAX_ROWS, Forward, rows_needed
 from worker.engine.load import LoadedModel
 from worker.engine.packed import Packed, pack
+from worker.engine.probe import graph_nodes
 from worker.engine.sample import Sampling
 from worker.engine.serial import SerialEngine
 from worker.engine.verify_bank import Switches
@@ -254,14 +252,6 @@ def differing(rig: Rig, lane: DenseInPlace, context: int) -> int:
     return wrong
 
 
-def nodes(*outputs: mx.array) -> int:
-    """Primitives of the graph of *outputs* that are not computed yet."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "graph.dot")
-        mx.export_to_dot(str(path), *outputs)
-        return len(re.findall(r"shape\s*=\s*rectangle", path.read_text()))
-
-
 def step_nodes(rig: Rig) -> tuple[int, int]:
     """Graph nodes of a greedy step: ours, mlx-lm's."""
     engine = rig.engine(rig.kernels)
@@ -271,7 +261,7 @@ def step_nodes(rig: Rig) -> tuple[int, int]:
     model = rig.model
     logits = model(mx.array([[5]]), cache=caches(model, 64))[:, -1]
     token = mx.argmax(logits - mx.logsumexp(logits, keepdims=True), axis=-1)
-    return found, nodes(token)
+    return found, graph_nodes(token)
 
 
 def _heard(engine: SerialEngine) -> int:
@@ -279,7 +269,7 @@ def _heard(engine: SerialEngine) -> int:
     real, counts = mx.async_eval, []
 
     def counting(*outputs: Any) -> None:
-        counts.append(nodes(*[one for one in outputs if isinstance(one, mx.array)]))
+        counts.append(graph_nodes(*[one for one in outputs if isinstance(one, mx.array)]))
         real(*outputs)
 
     mx.async_eval = counting

@@ -28,7 +28,7 @@ class ModelLimits:
     """What the loaded model can take.
 
     vocabulary: number of ids that have a token (padded rows of the head do not count).
-    context: positions of the model, prompt and answer together.
+    context: most positions of a job, prompt and answer together: the model's, or fewer where a worker told fewer.
     """
 
     vocabulary: int
@@ -120,7 +120,7 @@ class Job:
 def context_error(name: str, prompt_tokens: int, context: int) -> BadJobError:
     """The refusal of a prompt that leaves no position for an answer."""
     return BadJobError(
-        f"The prompt has {prompt_tokens} tokens and the model {context} positions, "
+        f"The prompt has {prompt_tokens} tokens, and prompt and answer together may have {context}, "
         "one of which the answer needs; shorten the prompt.",
         field=name,
         detail={"prompt_tokens": prompt_tokens, "context": context},

@@ -264,7 +264,7 @@ class Ready(Message):
     stage: Annotated[str, STR, "Hyper stage in force: `h0`, `h1` or `h2`; empty in serial mode."]
     model: Annotated[str, STR, "Name of the loaded model."]
     vocabulary: Annotated[int, UINT, "Token ids are below this."]
-    context: Annotated[int, UINT, "Positions of the model, prompt and answer together."]
+    context: Annotated[int, UINT, "Most positions of a job, prompt and answer; why: `info.context_why`."]
     info: Annotated[dict[str, Any], Wire.MAP, "For health: `device`, `dtype`, `row_invariant`, `versions` etc."]
     epoch: Epoch = 0
 

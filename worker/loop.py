@@ -51,7 +51,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What the worker says of itself in READY."""
+    """What the worker says of itself in READY; context: the most positions that a job can have here."""
 
     mode: str
     stage: str

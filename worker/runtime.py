@@ -9,6 +9,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from mtplx.job import MAX_INT
 from mtplx.settings import SchedulerMode, Settings
 from worker.engine.build import Options, build
 from worker.engine.engine import Engine
@@ -31,7 +32,7 @@ def start(settings: Settings, *, watch_stdin: bool = False) -> Worker:
     engine, info = engine_of(settings, loaded, kernels)
     engine.warm_up()
     run = partial(run_job, engine=engine, loaded=loaded, clock=perf_counter)
-    return Worker(settings, offer(settings, loaded, info), run, watch_stdin=watch_stdin)
+    return Worker(settings, offer(settings, loaded, engine.capacity, info), run, watch_stdin=watch_stdin)
 
 
 def engine_of(settings: Settings, loaded: LoadedModel, kernels: Path | None) -> tuple[Engine, dict[str, Any]]:
@@ -44,8 +45,8 @@ def engine_of(settings: Settings, loaded: LoadedModel, kernels: Path | None) -> 
     )
 
 
-def offer(settings: Settings, loaded: LoadedModel, info: dict[str, Any]) -> Offer:
-    """What READY tells of this worker; *info*: what the engine adds."""
+def offer(settings: Settings, loaded: LoadedModel, capacity: int, info: dict[str, Any]) -> Offer:
+    """What READY tells of this worker; *capacity*: as in `Engine`; *info*: what the engine adds."""
     hyper = settings.scheduler_mode is SchedulerMode.HYPER
     return Offer(
         mode=str(settings.scheduler_mode),
@@ -53,11 +54,12 @@ def offer(settings: Settings, loaded: LoadedModel, info: dict[str, Any]) -> Offe
         stage="h0" if hyper else "",
         model=loaded.name,
         vocabulary=loaded.vocabulary,
-        context=loaded.context,
+        context=min(loaded.context, capacity),
         info={
             "device": device_name(),
             "dtype": loaded.dtype,
             **info,
+            "context_why": _why(loaded.context, capacity),
             "width_executor": False,
             "versions": {
                 "python": platform.python_version(),
@@ -66,3 +68,13 @@ def offer(settings: Settings, loaded: LoadedModel, info: dict[str, Any]) -> Offe
             },
         },
     )
+
+
+def _why(context: int, capacity: int) -> str:
+    """What sets the most positions of a job, in words."""
+    memory = "the worker has memory for no more"
+    if context == MAX_INT:
+        return "the model names no context" + (f"; {memory}; --kv-memory sets it" if capacity < context else "")
+    if capacity < context:
+        return f"{memory} of the model's {context}; --kv-memory sets it"
+    return "the model's context"

@@ -363,7 +363,22 @@ def test_a_draw_has_few_nodes(name, tmp_path):
     assert len(nodes) <= most
 
 
-def test_the_common_kinds_are_warmed_for_every_number_of_rows():
+def test_the_common_kinds_are_warmed_for_every_number_of_rows(monkeypatch):
+    drawn = set()
+
+    def noted(kind):
+        draw = law(kind)
+
+        def run(logits, *rest):
+            drawn.add((kind, *logits.shape))
+            return draw(logits, *rest)
+
+        return run
+
+    monkeypatch.setattr(draw_module, "law", noted)
+    draw_module._law.cache_clear()
     warm(WIDTH, VOCABULARY, mx.float32, rows=(1, 2))
+    draw_module._law.cache_clear()
     kinds = {Kind.of(sampling, WIDTH, VOCABULARY, None) for sampling in COMMON}
     assert len(kinds) == len(COMMON)
+    assert drawn == {(kind, rows, WIDTH) for kind in kinds for rows in (1, 2)}

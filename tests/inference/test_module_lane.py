@@ -345,6 +345,9 @@ def test_the_pool_of_a_loaded_model_follows_the_setting(tiny):
     with pytest.raises(SettingsError, match="--kv-memory"):
         module_lane(tiny, asked=2 * lane.page_bytes, prefill_rows=1, chunk=512)
     assert module_lane(tiny, asked=None, prefill_rows=64, chunk=512).pages == 2 * -(-528 // PAGE)
+    assert module_lane(tiny, asked=None, prefill_rows=1, chunk=10**6).pages == 2 * -(-528 // PAGE), (
+        "no forward is longer than the context"
+    )
 
 
 def test_a_model_without_pages_is_limited_by_its_context_alone(tiny, models):

@@ -7,37 +7,19 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from mlx import nn
-from mlx_lm.models import llama, qwen2, qwen3
-from tiny_models import make_llama
+from tiny_models import bare, make_llama
 
 from worker.engine.load import load
 from worker.engine.packed import NotDenseError, pack
 from worker.kernels.matvec import Affine
 
-SHAPE = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 96,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-    "rope_theta": 10000.0,
-}
 
-
-def small(kind: object = llama, **changed: object) -> nn.Module:
-    mx.random.seed(3)
-    values = {**SHAPE, "model_type": "tiny", "head_dim": 16, **changed}
-    model = kind.Model(kind.ModelArgs.from_dict(values))
-    mx.eval(model.parameters())
-    return model
+def small(kind: str = "llama", **changed: object) -> nn.Module:
+    return bare(kind, **{"intermediate_size": 128, **changed})
 
 
 def test_the_module_goes_on_with_views_of_the_packed_weights() -> None:
-    model = small(layers=3)
+    model = small()
     ids = mx.array([[1, 2, 3, 4]])
     before = model(ids)
     mx.eval(before)
@@ -69,8 +51,8 @@ def test_quantised_weights_stay_packed(bits: int, group: int) -> None:
 
 
 def test_biases_and_norms_of_q_and_k_are_kept() -> None:
-    assert pack(small(qwen2)).layers[0].qkv.bias.shape == (128,)
-    layer = pack(small(qwen3)).layers[0]
+    assert pack(small("qwen2")).layers[0].qkv.bias.shape == (128,)
+    layer = pack(small("qwen3")).layers[0]
     assert layer.q_norm.shape == layer.k_norm.shape == (16,)
     assert layer.heads.norm_eps == 1e-5
 

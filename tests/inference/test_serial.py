@@ -78,7 +78,8 @@ class Rig:
 
     def start(self, prompt: Sequence[int], budget: int = 5, **more: Any) -> list[tuple[int, int]]:
         told: list[tuple[int, int]] = []
-        request = EngineRequest(prompt=tuple(prompt), sampling=Sampling(seed=0), max_tokens=budget, **more)
+        more.setdefault("sampling", Sampling(seed=0))
+        request = EngineRequest(prompt=tuple(prompt), max_tokens=budget, **more)
         self.engine.start(request, lambda *progress: told.append(progress))
         return told
 
@@ -198,6 +199,14 @@ def test_a_start_ends_the_request_before() -> None:
     rig.start(range(50))
     assert len(rig.pages.sequences) == 1
     assert rig.draw(1) == [50]
+
+
+def test_a_request_that_cannot_be_drawn_holds_nothing() -> None:
+    rig = Rig(Script())
+    with pytest.raises(IndexError):
+        rig.start(range(40), sampling=Sampling(seed=0, logit_bias={WIDTH: 1.0}))
+    rig.check(held=0)
+    assert rig.lane.heard == []
 
 
 def test_a_lane_without_reuse_begins_cold_and_keeps_nothing() -> None:

@@ -10,22 +10,6 @@ from kernels.test_every_kernel import EXAMPLES
 
 from worker.kernels import dialect
 from worker.kernels.dialect import Launch
-from worker.kernels.text import needed
-
-HEADER = """
-#define ASM "{ %0"
-FN void loads(int* o) {
-  asm(ASM ", %1 }; }" : "=r"(o[0]),
-      "=r"(o[1])); }
-FN int unused(int a) { return a; }
-"""
-
-
-def test_brackets_in_strings_end_nothing() -> None:
-    kept = needed(HEADER, "loads(o);")
-    assert '"=r"(o[1])); }' in kept
-    assert "unused" not in kept
-
 
 WORDS = re.compile(r"#define (\w+)|FN \w+ (\w+)\(")
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 from kernels.emulated import Machine
 from mlx import nn
-from mlx_lm.models import llama, qwen2, qwen3, smollm3
+from tiny_models import BARE, bare
 
 from worker.engine import step_time
 from worker.engine.check_cases import Product, cases
@@ -25,21 +25,6 @@ from worker.kv.pages import Pages
 from worker.kv.pool import Pool, Shape
 from worker.kv.prefix import Opened
 
-SHAPE = {
-    "model_type": "tiny",
-    "hidden_size": 64,
-    "num_hidden_layers": 1,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 96,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "rope_theta": 10000.0,
-}
-KINDS = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3, "smollm3": smollm3}
 ROWS = 32
 FEW = Sizes(rows=(1, 4), contexts=(0, 31, 70), steps=24, layers=2)
 ALL_ON = dict.fromkeys(("attention", "rope_write", "read_pages", "matvec", "swiglu", "in place"), "on")
@@ -48,8 +33,7 @@ ALL_ON = dict.fromkeys(("attention", "rope_write", "read_pages", "matvec", "swig
 def packed(
     kind: str = "llama", dtype: mx.Dtype = mx.float32, *, quantized: bool = False, **changed: object
 ) -> Packed:
-    mx.random.seed(5)
-    model = KINDS[kind].Model(KINDS[kind].ModelArgs.from_dict({**SHAPE, **changed}))
+    model = bare(kind, **{"num_hidden_layers": 1, **changed})
     model.set_dtype(dtype)
     if quantized:
         nn.quantize(model, 32, 4)
@@ -224,7 +208,7 @@ def texts(launches: list[Launch]) -> set[tuple[object, ...]]:
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BARE)
 def test_every_kernel_that_a_forward_launches_is_checked(
     kind: str, quantized: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from worker.engine import self_check
 from worker.engine.dense_in_place import DenseInPlace
 from worker.engine.dense_tail import DenseTail
 from worker.engine.forward import Forward, rows_needed
-from worker.engine.load import LoadedModel, device_name
-from worker.engine.memory import Need, pool_pages, prefill_bytes, room
+from worker.engine.load import LoadedModel, device_name, weight_bytes
+from worker.engine.memory import pages_for_model
 from worker.engine.module_lane import module_lane
 from worker.engine.packed import NotDenseError, Packed, pack
 from worker.engine.serial import SerialEngine
@@ -33,7 +32,7 @@ _log = logging.getLogger(__name__)
 PREFILL_ROWS: Final = {"cpu": (1, 1), "metal": (128, 64), "cuda": (512, 256)}
 SMALL_BYTES: Final = 2 * 10**9
 
-IN_PLACE: Final = "in place"
+IN_PLACE: Final = self_check.IN_PLACE
 TAIL_FORM: Final = "tail"
 
 # How far a lane's logits may be from the module's, of the largest of them, by type: its own rounding, no more.
@@ -43,8 +42,7 @@ _CLOSE: Final = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 def prefill_rows(device: str, model: Any) -> int:
     """Rows of a prefill forward of *model* on *device*, as `device_name` calls it."""
     small, large = PREFILL_ROWS[device]
-    weights = sum(weight.nbytes for _, weight in tree_flatten(model.parameters()))
-    return small if weights <= SMALL_BYTES else large
+    return small if weight_bytes(model) <= SMALL_BYTES else large
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +52,7 @@ class Options:
     kv_bytes: memory for keys and values; None, what the device holds well.
     prefill_chunk: prompt ids between two looks for a cancel, where the rows of a forward are not fixed.
     prefill_rows: rows of a prefill forward; None, from the table.
-    form: of the cache; None, the fastest that passes the check at start.
+    form: of the cache, taken unchecked; None, the fastest that passes the check at start.
     switches: of the in-place form where *form* is given.
     kernel_folder: where compiled kernels are kept; None, nowhere.
     """
@@ -122,12 +120,12 @@ def _packed(loaded: LoadedModel, options: Options) -> Lane:
     except NotDenseError as error:
         return _module(loaded, options, str(error))
     rows = options.rows(loaded)
-    choice = self_check.choose(packed, prefill_rows=max(rows, PAGE), kernel_folder=options.kernel_folder)
-    if options.form:
-        choice = replace(choice, switches=options.switches, in_place=options.form == IN_PLACE)
+    choice = _choice(packed, options, rows)
     shape = Shape(len(packed.layers), packed.heads.kv_heads, packed.heads.dim, packed.dtype)
-    pool = Pool(shape, _pages(loaded, shape, options, rows))
-    pages = Pages(pool.pages)
+    count = pages_for_model(
+        loaded, shape.page_bytes, asked=options.kv_bytes, prefill_rows=rows, chunk=options.prefill_chunk
+    )
+    pool, pages = Pool(shape, count), Pages(count)
     why = choice.why
     for form in (IN_PLACE, TAIL_FORM) if choice.in_place else (TAIL_FORM,):
         forward = _dense(packed, pool, form, rows, choice.switches)
@@ -147,6 +145,13 @@ def _packed(loaded: LoadedModel, options: Options) -> Lane:
     # Its memory is the module lane's now.
     del pool, forward
     return _module(loaded, options, why)
+
+
+def _choice(packed: Packed, options: Options, rows: int) -> self_check.Choice:
+    """What is used: as given, unchecked, or what the check at start finds."""
+    if options.form is not None:
+        return self_check.Choice(switches=options.switches, in_place=options.form == IN_PLACE)
+    return self_check.choose(packed, prefill_rows=max(rows, PAGE), kernel_folder=options.kernel_folder)
 
 
 def _dense(packed: Packed, pool: Pool, form: str, rows: int, switches: Switches) -> Forward:
@@ -169,16 +174,6 @@ def _module(loaded: LoadedModel, options: Options, why: str) -> Lane:
         page_bytes=forward.page_bytes,
         why=reasons,
     )
-
-
-def _pages(loaded: LoadedModel, shape: Shape, options: Options, rows: int) -> int:
-    need = Need(
-        page_bytes=shape.page_bytes,
-        context=loaded.context,
-        prefill_rows=rows,
-        reserve=prefill_bytes(rows if rows > 1 else options.prefill_chunk, loaded.width),
-    )
-    return pool_pages(options.kv_bytes, room(), need)
 
 
 def distance(loaded: LoadedModel, forward: Forward, pages: Pages) -> float:

@@ -20,6 +20,7 @@ from worker.kernels.attention import attend
 from worker.kernels.dialect import MAX_ROWS, PAGE
 from worker.kernels.matvec import Affine, Extras, matvec
 from worker.kernels.matvec import reference as plain_matvec
+from worker.kernels.operands import width_of
 from worker.kernels.swiglu import swiglu
 from worker.kv.pages import pages_for
 
@@ -94,12 +95,10 @@ class _Rows:
     """
 
     def __init__(self, packed: Packed, name: str, linear: Linear, extras: Extras) -> None:
-        weight = linear.weight
-        width = weight.words.shape[1] * 32 // weight.bits if isinstance(weight, Affine) else weight.shape[1]
         self.name = name
-        self.weight = weight
+        self.weight = linear.weight
         self.extras = extras
-        self.x = some((MAX_ROWS, width), packed.dtype, 2)
+        self.x = some((MAX_ROWS, width_of(linear.weight)), packed.dtype, 2)
         self.plain = cache(self._plain)
 
     def part(self, start: int, end: int) -> tuple[mx.array, Extras]:

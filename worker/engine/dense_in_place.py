@@ -61,13 +61,14 @@ class DenseInPlace:
             q = self._write(x, layer, number, meta)
             if number + 1 == len(layers) and not last:
                 break
-            x = self._attended(x, q, layer, number, meta, start + count)
+            x = self._block(x, q, layer, number, meta, start + count)
         sequence.append(len(ids), prompt=True)
         if not last:
             mx.eval(q, self._pool.arrays)
             return None
-        row = x[len(ids) - 1 : len(ids)]
-        return self._packed.head(mx.fast.rms_norm(row, self._packed.norm, self._packed.eps))
+        # Dropped with these logits, as after a cancel, the writes of their graph would never happen.
+        self._latest = self._packed.logits(x[len(ids) - 1 : len(ids)])
+        return self._latest
 
     def rows(self, tokens: mx.array) -> mx.array:
         """As in `Forward`."""
@@ -114,21 +115,17 @@ class DenseInPlace:
     def _write(self, x: mx.array, layer: Layer, number: int, meta: mx.array) -> mx.array:
         """Queries T [B, H, D] of x T [B, K]; keys and values are written to the pool."""
         assert layer.table is not None, "a model whose rope is no table of constants has no such lane"
-        qkv = layer.qkv(mx.fast.rms_norm(x, layer.input_norm, self._packed.eps))
+        qkv = layer.qkv(self._packed.normed(x, layer.input_norm))
         q, self._pool.arrays[number] = rope_write(
             qkv, layer.table, self._pool.arrays[number], meta, layer.heads, use_kernel=self._kernels
         )
         return q
 
-    def _attended(  # noqa: PLR0917 - what a layer of a chunk is computed from
+    def _block(  # noqa: PLR0917 - what a layer of a chunk is computed from
         self, x: mx.array, q: mx.array, layer: Layer, number: int, meta: mx.array, end: int
     ) -> mx.array:
-        """The block's output T [B, K] once its queries are there, over positions below *end*."""
-        packed = self._packed
+        """The block's output T [B, K] once its queries T [B, H, D] are there, over positions below *end*."""
         kv = read_pages(self._pool.arrays[number], meta, end, q, use_kernel=self._kernels)
-        heads = mx.fast.scaled_dot_product_attention(
-            q.swapaxes(0, 1)[None], kv[:1], kv[1:], scale=packed.scale, mask="causal"
-        )
-        x = x + layer.out(heads[0].swapaxes(0, 1).reshape(x.shape[0], -1))
-        joint = layer.gate_up(mx.fast.rms_norm(x, layer.post_norm, packed.eps))
+        x = self._packed.attended(x, q.swapaxes(0, 1), kv, layer)
+        joint = layer.gate_up(self._packed.normed(x, layer.post_norm))
         return x + layer.down(swiglu(joint, use_kernel=self._kernels))

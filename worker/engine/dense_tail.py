@@ -64,6 +64,8 @@ class DenseTail:
     def rows(self, tokens: mx.array) -> mx.array:
         """As in `Forward`."""
         sequence, count = self._started(), tokens.size
+        # Rows that were folded and then taken back are written anew.
+        self._folded = min(self._folded, sequence.length)
         if sequence.length + count > self._folded + TAIL:
             self._fold()
         start = sequence.length
@@ -76,7 +78,7 @@ class DenseTail:
             held = self._pool.read(number, sequence.table, self._folded)
             x = self._block(x, q, mx.concatenate([held, tail[:, :, : at + count]], axis=2), layer)
         sequence.append(count, prompt=False)
-        return self._logits(x)
+        return self._packed.logits(x)
 
     def trace(self) -> None:
         """As in `Forward`: nothing here is compiled ahead."""
@@ -118,12 +120,12 @@ class DenseTail:
             kv = new if not start else mx.concatenate([self._pool.read(number, table, start), new], axis=2)
             x = self._block(x, q, kv, layer)
             written.append(mx.contiguous(new[:, :, : len(ids)]))
-        return written, self._logits(x[len(ids) - 1 : len(ids)]) if last else None
+        return written, self._packed.logits(x[len(ids) - 1 : len(ids)]) if last else None
 
     def _project(self, x: mx.array, layer: Layer, start: int) -> tuple[mx.array, mx.array]:
         """Queries T [H, R, D] and the new rows T [2, Hkv, R, D] of x T [R, K] at positions from *start* on."""
         shape = layer.heads
-        qkv = layer.qkv(mx.fast.rms_norm(x, layer.input_norm, self._packed.eps))
+        qkv = layer.qkv(self._packed.normed(x, layer.input_norm))
         heads = qkv.reshape(x.shape[0], -1, shape.dim).swapaxes(0, 1)
         # Queries and keys are turned together: one operation fewer for the device to take up.
         qk, v = mx.split(heads, [shape.heads + shape.kv_heads], axis=0)
@@ -138,12 +140,6 @@ class DenseTail:
 
     def _block(self, x: mx.array, q: mx.array, kv: mx.array, layer: Layer) -> mx.array:
         """The block's output T [R, K] for its input x, queries T [H, R, D], and all rows T [2, Hkv, n, D]."""
-        count, eps = x.shape[0], self._packed.eps
-        mask = "causal" if count > 1 else None
-        heads = mx.fast.scaled_dot_product_attention(q[None], kv[:1], kv[1:], scale=self._packed.scale, mask=mask)
-        x = x + layer.out(heads[0].swapaxes(0, 1).reshape(count, -1))
-        gate, up = mx.split(layer.gate_up(mx.fast.rms_norm(x, layer.post_norm, eps)), 2, axis=-1)
+        x = self._packed.attended(x, q, kv, layer)
+        gate, up = mx.split(layer.gate_up(self._packed.normed(x, layer.post_norm)), 2, axis=-1)
         return x + layer.down(swiglu(gate, up))
-
-    def _logits(self, x: mx.array) -> mx.array:
-        return self._packed.head(mx.fast.rms_norm(x, self._packed.norm, self._packed.eps))

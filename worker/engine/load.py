@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, load_tokenizer, maybe_set_recommended_wired_limit
 from transformers.utils import logging as transformers_logging
 
@@ -90,6 +91,11 @@ def _context(config: dict[str, Any]) -> int:
             if isinstance(positions, int):
                 return min(positions, MAX_INT)
     return MAX_INT
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of the weights of mlx-lm's *model*; a weight that stands in two places counts twice."""
+    return sum(weight.nbytes for _, weight in tree_flatten(model.parameters()))
 
 
 def device_name() -> str:

@@ -11,6 +11,7 @@ import mlx.core as mx
 from mtplx.errors import SettingsError
 from mtplx.sizes import format_size
 from worker.engine.forward import rows_needed
+from worker.engine.load import LoadedModel
 from worker.kv.pages import pages_for
 
 # A pool must hold a short question and its answer, and by itself takes no more than two jobs of full length.
@@ -83,6 +84,31 @@ def pool_pages(asked: int | None, room: Room, need: Need) -> int:
             f"beside the {format_size(room.used)} in use; give less, or auto."
         )
     return pages
+
+
+def pages_for_model(
+    loaded: LoadedModel, page_bytes: int, *, asked: int | None, prefill_rows: int, chunk: int
+) -> int:
+    """Pages of the pool of *loaded* on this device, by `pool_pages`; to be asked when the weights are loaded.
+
+    Args:
+        loaded: the model.
+        page_bytes: one page in all its layers.
+        asked: `Settings.kv_bytes`.
+        prefill_rows: as in `Forward`.
+        chunk: ids that a forward of a prompt reads where *prefill_rows* is 1.
+
+    Raises:
+        SettingsError: *asked* is too little or too much.
+    """
+    rows = prefill_rows if prefill_rows > 1 else min(chunk, loaded.context)
+    need = Need(
+        page_bytes=page_bytes,
+        context=loaded.context,
+        prefill_rows=prefill_rows,
+        reserve=prefill_bytes(rows, loaded.width),
+    )
+    return pool_pages(asked, room(), need)
 
 
 def prefill_bytes(rows: int, width: int) -> int:

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from worker.engine.forward import positions_within, rows_needed
 from worker.engine.load import LoadedModel
-from worker.engine.memory import Need, pool_pages, prefill_bytes, room
+from worker.engine.memory import pages_for_model
 from worker.kv.cache import PagedCache, Table
 from worker.kv.pages import PAGE, Pages, Sequence, pages_for
 from worker.kv.pool import Pool, Shape, settle
@@ -131,13 +131,7 @@ def module_lane(loaded: LoadedModel, *, asked: int | None, prefill_rows: int, ch
     if not layout.shapes:
         pages = pages_for(rows_needed(min(loaded.context, UNPAGED_POSITIONS), prefill_rows))
     else:
-        need = Need(
-            page_bytes=layout.page_bytes,
-            context=loaded.context,
-            prefill_rows=prefill_rows,
-            reserve=prefill_bytes(chunk if prefill_rows == 1 else prefill_rows, loaded.width),
-        )
-        pages = pool_pages(asked, room(), need)
+        pages = pages_for_model(loaded, layout.page_bytes, asked=asked, prefill_rows=prefill_rows, chunk=chunk)
     return ModuleForward(loaded.model, layout, pages=pages, prefill_rows=prefill_rows)
 
 

@@ -86,6 +86,29 @@ class Packed:
         """Shape of the attention, the same in every layer but for what is turned."""
         return self.layers[0].heads
 
+    @property
+    def weights(self) -> list[mx.array | Affine]:
+        """Of every product of a forward."""
+        products = [one for layer in self.layers for one in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        return [one.weight for one in (*products, self.head)]
+
+    def attended(self, x: mx.array, q: mx.array, kv: mx.array, layer: Layer) -> mx.array:
+        """A block's first half T [R, K]: x plus the attention of its queries.
+
+        x: T [R, K]. q: T [H, R, D], of the last R of n positions. kv: T [2, Hkv, n, D], keys before values.
+        """
+        mask = "causal" if x.shape[0] > 1 else None
+        heads = mx.fast.scaled_dot_product_attention(q[None], kv[:1], kv[1:], scale=self.scale, mask=mask)
+        return x + layer.out(heads[0].swapaxes(0, 1).reshape(x.shape[0], -1))
+
+    def normed(self, x: mx.array, weight: mx.array) -> mx.array:
+        """RMSNorm of x T [..., K] with *weight* T [K]."""
+        return mx.fast.rms_norm(x, weight, self.eps)
+
+    def logits(self, x: mx.array) -> mx.array:
+        """Of hidden rows T [R, K]: T [R, V]."""
+        return self.head(self.normed(x, self.norm))
+
 
 def pack(model: Any) -> Packed:
     """Pack mlx-lm's *model* in place.

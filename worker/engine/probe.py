@@ -15,19 +15,18 @@ from time import perf_counter
 from typing import Any, Final
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 import mtplx
 from worker.engine import step_time
-from worker.engine.build import Options
+from worker.engine.build import IN_PLACE, TAIL_FORM, Options
 from worker.engine.check_cases import Case, cases
 from worker.engine.dense_in_place import DenseInPlace
 from worker.engine.dense_tail import DenseTail
 from worker.engine.forward import Forward, rows_needed
-from worker.engine.load import LoadedModel, device_name, load, resolve_model
+from worker.engine.load import LoadedModel, device_name, load, resolve_model, weight_bytes
 from worker.engine.memory import room
 from worker.engine.packed import NotDenseError, Packed, pack
-from worker.engine.self_check import ON, Choice, Sizes, choose
+from worker.engine.self_check import ON, Choice, Sizes, choose, timed
 from worker.engine.step_time import Stepper
 from worker.engine.verify_bank import Switches
 from worker.engine.visibility import Trial, number_of
@@ -87,11 +86,11 @@ def probe(wish: Wish, say: Callable[[str], None], clock: Callable[[], float] = p
     folder = disk_cache.open_folder(wish.cache_dir)
     start: dict[str, float] = {}
     say("loading the model")
-    with _timed(start, "load", clock):
+    with timed(start, "load", clock):
         loaded = wish.model()
     report: dict[str, Any] = {"system": system(), "device": device(), "model": described(loaded), "start_s": start}
     try:
-        with _timed(start, "pack", clock):
+        with timed(start, "pack", clock):
             packed = pack(loaded.model)
     except NotDenseError as error:
         return report | {"kernels": {}, "why": f"kernels serve the dense family alone, and {error}"}
@@ -100,7 +99,7 @@ def probe(wish: Wish, say: Callable[[str], None], clock: Callable[[], float] = p
     rows = Options(prefill_rows=extent.prefill_rows).rows(loaded)
     choice = choose(packed, prefill_rows=max(rows, PAGE), kernel_folder=folder, sizes=extent.sizes, clock=clock)
     start |= choice.report.get("seconds", {})
-    report |= {"form": "in place" if choice.in_place else "tail", "why": choice.report.get("why", "")}
+    report |= {"form": IN_PLACE if choice.in_place else TAIL_FORM, "why": choice.report.get("why", "")}
     report["kernels"] = table(packed, choice, max(rows, PAGE), extent, clock)
     if wish.full:
         report |= Measured(packed, choice, rows, extent, clock).all(say)
@@ -135,7 +134,7 @@ def described(loaded: LoadedModel) -> dict[str, Any]:
         "vocabulary": loaded.vocabulary,
         "width": loaded.width,
         "context": loaded.context,
-        "weight_bytes": sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters())),
+        "weight_bytes": weight_bytes(loaded.model),
     }
 
 
@@ -147,7 +146,7 @@ def memory(loaded: LoadedModel) -> dict[str, Any]:
         "peak_bytes": mx.get_peak_memory(),
         "cache_bytes": mx.get_cache_memory(),
         "may_fill_bytes": found.total,
-        "weight_bytes": described(loaded)["weight_bytes"],
+        "weight_bytes": weight_bytes(loaded.model),
     }
 
 
@@ -309,21 +308,19 @@ class Measured:
             forward.rows(mx.zeros((1,), dtype=mx.uint32))
             forward.settle()
             logits = forward.rows(mx.zeros((1,), dtype=mx.uint32))
-            with tempfile.TemporaryDirectory() as place:
-                path = f"{place}/step.dot"
-                mx.export_to_dot(path, logits)
-                drawn = Path(path).read_text()
+            count = graph_nodes(logits)
             mx.eval(logits)
-        return drawn.count("shape=rectangle")
+        return count
+
+
+def graph_nodes(*outputs: mx.array) -> int:
+    """Primitives of the graph of *outputs* that are not computed yet."""
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place, "graph.dot")
+        mx.export_to_dot(str(path), *outputs)
+        return path.read_text().count("shape=rectangle")
 
 
 def bits(array: mx.array) -> mx.array:
     """The values as unsigned numbers of the same size."""
     return array.view({2: mx.uint16, 4: mx.uint32}[array.dtype.size])
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], name: str, clock: Callable[[], float]) -> Iterator[None]:
-    began = clock()
-    yield
-    seconds[name] = clock() - began

@@ -102,19 +102,19 @@ def choose(
     if reason:
         return Choice(switches=Switches(), in_place=False, why=reason, report={"why": reason})
     seconds: dict[str, float] = {}
-    with _timed(seconds, "compile", clock):
+    with timed(seconds, "compile", clock):
         compiled = prepare(packed, prefill_rows, kernel_folder, sizes)
-    with _timed(seconds, "check", clock):
+    with timed(seconds, "check", clock):
         checked = check(cases(packed, prefill_rows, sizes.rows, sizes.contexts))
     kernels = {name: str(one) for name, one in checked.items()}
     report: dict[str, Any] = {"checks": {name: asdict(one) for name, one in checked.items()}, "compiled": compiled}
     if all(one.ok for name, one in checked.items() if name not in _SWITCHED):
-        with _timed(seconds, "trial", clock):
+        with timed(seconds, "trial", clock):
             kernels[IN_PLACE] = _tried(packed, sizes, report)
     in_place = kernels.get(IN_PLACE) == ON
     switches = replace(Switches(), **{name: checked[name].ok for name in _SWITCHED})
     if in_place:
-        with _timed(seconds, "time", clock):
+        with timed(seconds, "time", clock):
             switches = _faster(packed, switches, kernels, report, clock)
     for name, state in kernels.items():
         if state != ON:
@@ -200,7 +200,7 @@ def _faster(
 
 
 @contextmanager
-def _timed(seconds: dict[str, float], name: str, clock: Callable[[], float]) -> Iterator[None]:
+def timed(seconds: dict[str, float], name: str, clock: Callable[[], float]) -> Iterator[None]:
     """Note under *name* how long this took."""
     began = clock()
     yield

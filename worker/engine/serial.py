@@ -56,20 +56,21 @@ class SerialEngine:
         """As in `Engine`."""
         self.stop()
         positions = len(request.prompt) + len(request.drawn) + request.max_tokens
-        opened = self.index.open(
-            request.prompt,
-            rows_needed(positions, self.forward.prefill_rows),
-            owner=request.owner,
-            cache=request.cache if self.forward.prefix_reuse else False,
-        )
-        run = self._run = _Run(request, opened)
-        run.draws = Draws(
+        # Before any page is held: what cannot be drawn leaves nothing behind.
+        draws = Draws(
             request.sampling,
             (*request.prompt, *request.drawn),
             width=self._loaded.width,
             vocabulary=self._loaded.vocabulary,
             reach=positions,
         )
+        opened = self.index.open(
+            request.prompt,
+            rows_needed(positions, self.forward.prefill_rows),
+            owner=request.owner,
+            cache=request.cache if self.forward.prefix_reuse else False,
+        )
+        run = self._run = _Run(request, opened, draws)
         self.forward.begin(opened)
         logits = self._read_prompt(run, progress)
         if request.drawn:
@@ -163,7 +164,7 @@ class _Run:
 
     request: EngineRequest
     opened: Opened
-    draws: Draws = field(init=False)
+    draws: Draws
     ahead: Drawn | None = None
     answer: list[int] = field(default_factory=list)
     steps: int = 0

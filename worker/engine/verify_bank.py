@@ -60,7 +60,7 @@ class VerifyBank:
     @property
     def row_invariant(self) -> bool:
         """Whether a row's bits are the same whatever R is."""
-        return self._in_place and self._switches.matvec
+        return self._in_place and self._switches.matvec and all(map(matvec.serves, self._packed.weights))
 
     def run(
         self, tokens: mx.array, meta: mx.array, pools: list[mx.array]
@@ -114,7 +114,7 @@ class VerifyBank:
     def _normed(self, x: mx.array, norm: mx.array, linear: Linear) -> mx.array:
         """The product of RMSNorm(x)."""
         if not self._switches.matvec:
-            return linear(mx.fast.rms_norm(x, norm, self._packed.eps))
+            return linear(self._packed.normed(x, norm))
         extras = Extras(norm=norm, eps=self._packed.eps, add=linear.bias)
         return matvec.matvec(x, linear.weight, extras, use_kernel=self._switches.kernels)
 

@@ -18,9 +18,9 @@ import mlx.core as mx
 
 from worker.kernels import matvec_mma
 from worker.kernels.dialect import MAX_ROWS, Kernel, Launch, chosen
-from worker.kernels.operands import PLAIN, Affine, Extras, arrays, defines, reference
+from worker.kernels.operands import PLAIN, Affine, Extras, arrays, defines, reference, width_of
 
-__all__ = ["PLAIN", "Affine", "Extras", "launch", "matvec", "pick", "reference", "supported"]
+__all__ = ["PLAIN", "Affine", "Extras", "launch", "matvec", "pick", "reference", "serves", "supported"]
 
 _HEAD: Final = r"""
 const int first = (bx * SIMDGROUPS + sg) * OUTPUTS, made = GLU ? 2 * OUTPUTS : OUTPUTS;
@@ -141,10 +141,15 @@ def launch(x: mx.array, weight: mx.array | Affine, extras: Extras = PLAIN) -> La
     )
 
 
+def serves(weight: mx.array | Affine) -> bool:
+    """Whether the kernel serves a weight of this packing and width, for all row counts of a forward."""
+    packed = not isinstance(weight, Affine) or (weight.bits in (4, 8) and weight.group in (32, 64, 128))
+    return packed and width_of(weight) % 32 == 0
+
+
 def supported(x: mx.array, weight: mx.array | Affine) -> bool:
     """Whether the kernel serves these shapes."""
-    packed = not isinstance(weight, Affine) or (weight.bits in (4, 8) and weight.group in (32, 64, 128))
-    return packed and x.shape[0] <= MAX_ROWS and x.shape[1] % 32 == 0
+    return serves(weight) and x.shape[0] <= MAX_ROWS
 
 
 def pick(target: str, x: mx.array, weight: mx.array | Affine) -> Callable[..., Launch]:

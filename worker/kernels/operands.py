@@ -54,6 +54,11 @@ class Extras:
 PLAIN: Final = Extras()
 
 
+def width_of(weight: mx.array | Affine) -> int:
+    """K, the numbers of a line."""
+    return int(weight.words.shape[1] * 32 // weight.bits if isinstance(weight, Affine) else weight.shape[1])
+
+
 def arrays(x: mx.array, weight: mx.array | Affine, extras: Extras) -> dict[str, mx.array]:
     """The operands of a kernel by name."""
     named = {"x": x, "weight": weight.words if isinstance(weight, Affine) else weight}

@@ -1,0 +1,23 @@
+"""From a loaded model to an engine: what is checked, and what is taken as given."""
+
+from __future__ import annotations
+
+import pytest
+
+from worker.engine import self_check
+from worker.engine.build import IN_PLACE, TAIL_FORM, Options, build
+from worker.engine.load import LoadedModel
+
+
+@pytest.mark.parametrize("form", [IN_PLACE, TAIL_FORM])
+def test_a_form_that_is_given_is_taken_without_the_check_at_start(
+    form: str, tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_check, "choose", lambda *_, **__: pytest.fail("the kernels were checked"))
+    _, info = build(tiny, Options(form=form, kv_bytes=10**6))
+    assert (info["lane"], info["form"], info["why"], info["kernels"]) == ("packed", form, "", {})
+
+
+def test_without_a_form_the_check_decides_and_says_why(tiny: LoadedModel) -> None:
+    _, info = build(tiny, Options(kv_bytes=10**6))
+    assert (info["form"], info["why"]) == (TAIL_FORM, "MLX runs on the CPU here")
