@@ -18,6 +18,7 @@ from worker.engine.packed import Packed, pack
 from worker.engine.probe import graph_nodes
 from worker.engine.verify_bank import SIZES, Switches, VerifyBank, size_for
 from worker.kernels import dialect
+from worker.kernels.rope_write import Heads, rope_write
 from worker.kv.pages import Pages
 from worker.kv.pool import Pool, Shape
 from worker.kv.prefix import Opened, PrefixIndex
@@ -89,6 +90,24 @@ def test_settling_computes_the_rows_of_a_prompt_whose_logits_nobody_asked_for(fo
         rig.read(IDS[:64], max(rows, 32))
         rig.lane.settle()
         assert graph_nodes(*rig.pool.arrays) == 0
+
+
+def test_rows_that_the_host_knows_are_computed_after_a_prompt_written_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A write in place leaves no trace in the graph, so the rows' graph must hold the prompt's last forward."""
+
+    def in_place(
+        qkv: mx.array, table: mx.array, pool: mx.array, meta: mx.array, heads: Heads, use_kernel: bool | None
+    ) -> tuple[mx.array, mx.array]:
+        return rope_write(qkv, table, pool, meta, heads, use_kernel=use_kernel)[0], pool
+
+    monkeypatch.setattr("worker.engine.dense_in_place.rope_write", in_place)
+    rig = make(pack(bare("llama")), "in place", 32)
+    with rig.job(IDS[:32], 40):
+        last = rig.read(IDS[:32], 32)
+        rows = rig.lane.rows(mx.array(IDS[32:40], dtype=mx.uint32))
+        assert 0 < graph_nodes(last) < graph_nodes(rows) == graph_nodes(rows, last)
 
 
 @pytest.mark.parametrize(("form", "rows"), FORMS)

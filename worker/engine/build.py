@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 # Rows of a prefill forward, for models up to a size and beyond. On the CPU a row comes out the same however many
 # there are. Elsewhere products of one shape keep warm and cold runs equal: few rows make a short prompt fast, many
 # a long one, and a small model is done with either sooner than the host has asked for it.
-PREFILL_ROWS: Final = {"cpu": (1, 1), "metal": (128, 64), "cuda": (512, 256)}
+PREFILL_ROWS: Final = {"cpu": (1, 1), "metal": (128, 64), "cuda": (1024, 512)}
 SMALL_BYTES: Final = 2 * 10**9
 
 IN_PLACE: Final = self_check.IN_PLACE

@@ -1,8 +1,8 @@
 """The packed lane in the in-place form: kernels write the pools, the decode forward is compiled.
 
 MLX does not see a write in place. Within a forward the reader takes the writer's output; between two forwards the
-order comes from the data: a forward over tokens that the device has drawn follows the draw, and one over tokens
-that the host knows is waited for before the next begins.
+order comes from the data: tokens that the device has drawn come after the logits of the forward before, and a length
+that the host sets anew, which all kernels of a forward take, is made to depend on them.
 """
 
 from __future__ import annotations
@@ -51,10 +51,13 @@ class DenseInPlace:
         self._sequence = opened.sequence
 
     def read(self, ids: Ids[int], last: bool) -> mx.array | None:
-        """As in `Forward`: exactly `prefill_rows` rows are computed, those beyond *ids* for nothing."""
+        """As in `Forward`: exactly `prefill_rows` rows are computed, those beyond *ids* for nothing.
+
+        Where the prompt goes on, the forward is on its way on return, and the one before it is done.
+        """
         sequence = self._started()
         start, count = sequence.length, self.prefill_rows
-        meta = self._meta_at(start)
+        meta, before = self._meta_at(start), self._latest
         x = self._packed.embed(mx.array([*ids, *[0] * (count - len(ids))]))
         layers = self._packed.layers
         for number, layer in enumerate(layers):
@@ -63,12 +66,15 @@ class DenseInPlace:
                 break
             x = self._block(x, q, layer, number, meta, start + count)
         sequence.append(len(ids), prompt=True)
-        if not last:
-            mx.eval(q, self._pool.arrays)
-            return None
-        # Dropped with these logits, as after a cancel, the writes of their graph would never happen.
-        self._latest = self._packed.logits(x[len(ids) - 1 : len(ids)])
-        return self._latest
+        if last:
+            # Kept: dropped with these logits, as after a cancel, the writes of their graph would never happen.
+            self._latest = self._packed.logits(x[len(ids) - 1 : len(ids)])
+            return self._latest
+        self._latest = q
+        mx.async_eval(q, self._pool.arrays)  # type: ignore[no-untyped-call]
+        # One forward runs while the next is built, and no more: a cancel waits for them.
+        mx.eval([] if before is None else before)
+        return None
 
     def rows(self, tokens: mx.array) -> mx.array:
         """As in `Forward`."""
@@ -108,9 +114,14 @@ class DenseInPlace:
         return self._sequence
 
     def _meta_at(self, length: int) -> mx.array:
-        """Meta of the sequence at *length*. Unused places name its own last page."""
+        """Meta of the sequence at *length*, after the latest forward. Unused places name its own last page."""
         table = self._started().table
-        return mx.array([length, *table, *[table[-1]] * (self._width - 1 - len(table))], dtype=mx.int32)
+        meta = mx.array([length, *table, *[table[-1]] * (self._width - 1 - len(table))], dtype=mx.int32)
+        if self._latest is None:
+            return meta
+        one = self._latest.reshape(-1)[:1]
+        # Nothing is added, whatever the number is; but the sum is computed after it.
+        return meta + (mx.isnan(one) & mx.isfinite(one))
 
     def _write(self, x: mx.array, layer: Layer, number: int, meta: mx.array) -> mx.array:
         """Queries T [B, H, D] of x T [B, K]; keys and values are written to the pool."""

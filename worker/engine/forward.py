@@ -54,7 +54,7 @@ class Forward(Protocol):
 
         Returns:
             If *last*, the logits [1, V] of the last id, in the model's type and not yet computed; else None, and
-            the rows are written.
+            the rows are written, or will be before anything that is computed later reads them.
         """
 
     def rows(self, tokens: mx.array) -> mx.array:

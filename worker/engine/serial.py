@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import mlx.core as mx
 
@@ -22,6 +22,9 @@ from worker.engine.forward import MAX_ROWS, Forward, rows_needed
 from worker.engine.load import LoadedModel
 from worker.engine.sample import Sampling
 from worker.kv.prefix import Opened, PrefixIndex
+
+# Prompt rows after which memory kept for reuse is given back: each forward's rows so far are of another size.
+_FREED_EVERY: Final = 2048
 
 
 class SerialEngine:
@@ -131,8 +134,9 @@ class SerialEngine:
         while True:
             end = min(done + self._chunk, len(prompt))
             logits = self.forward.read(prompt[done:end], last=end == len(prompt))
+            if logits is not None or done // _FREED_EVERY != end // _FREED_EVERY:
+                mx.clear_cache()
             done = end
-            mx.clear_cache()
             progress(done, total)
             if logits is not None:
                 return logits
