@@ -1,8 +1,8 @@
 """The packed lane in the in-place form: kernels write the pools, the decode forward is compiled.
 
 MLX does not see a write in place. Within a forward the reader takes the writer's output; between two forwards the
-order comes from the data: tokens that the device has drawn come after the logits of the forward before, and a length
-that the host sets anew, which all kernels of a forward take, is made to depend on them.
+order comes from the data: tokens that the device has drawn come after the logits of the forward before, and a
+length that the host sets anew, which all kernels of a forward take, is made to depend on them.
 """
 
 from __future__ import annotations
