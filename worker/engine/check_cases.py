@@ -13,9 +13,10 @@ from functools import cache
 from typing import Final, Protocol
 
 import mlx.core as mx
+import numpy as np
 
 from worker.engine.packed import Layer, Linear, Packed
-from worker.kernels import read_pages, rope_write, rows
+from worker.kernels import read_pages, rope_write
 from worker.kernels.attention import attend
 from worker.kernels.dialect import MAX_ROWS, PAGE
 from worker.kernels.matvec import Affine, Extras, matvec
@@ -70,8 +71,11 @@ def cases(packed: Packed, prefill_rows: int, sizes: Sequence[int], contexts: Seq
 
 
 def some(shape: Sequence[int], dtype: mx.Dtype, seed: int) -> mx.array:
-    """Numbers of mean 0 and deviation 1, the same for the same seed."""
-    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+    """Numbers of mean 0 and deviation 1, the same for the same seed.
+
+    Made by the host: MLX on CUDA would have to compile its own generator first, which takes seconds.
+    """
+    return mx.array(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)).astype(dtype)
 
 
 def _products(packed: Packed) -> Iterator[tuple[str, Linear, Extras]]:
@@ -181,12 +185,12 @@ class _Paged(_Plain):
     def pool(self) -> mx.array:
         """A new one, the same every time."""
         shape = (2, self.heads.kv_heads, (self.meta.size + 1) * PAGE, self.heads.dim)
-        pool = mx.full(shape, math.nan, dtype=self.qkv.dtype)
-        if self.length:
-            held = some((*shape[:2], self.length, shape[3]), self.qkv.dtype, 4)
-            slots = rows.slots(self.meta, mx.arange(self.length, dtype=mx.int32))
-            place = mx.broadcast_to(slots[None, None, :, None], held.shape)
-            pool = mx.put_along_axis(pool, place, held, axis=2)
+        held = np.random.default_rng(4).standard_normal(shape, dtype=np.float32)
+        length, *order = self.meta.tolist()  # type: ignore[misc]
+        written = np.concatenate([page * PAGE + np.arange(PAGE) for page in order])[:length]
+        unwritten = np.setdiff1d(np.arange(shape[2]), written)
+        held[:, :, unwritten] = math.nan
+        pool = mx.array(held).astype(self.qkv.dtype)
         mx.eval(pool)
         return pool
 

@@ -58,7 +58,8 @@ class DenseInPlace:
         sequence = self._started()
         start, count = sequence.length, self.prefill_rows
         meta, before = self._meta_at(start), self._latest
-        x = self._packed.embed(mx.array([*ids, *[0] * (count - len(ids))]))
+        # Of the type of the tokens that are drawn: for another one CUDA would have to compile another gather.
+        x = self._packed.embed(mx.array([*ids, *[0] * (count - len(ids))], dtype=mx.uint32))
         layers = self._packed.layers
         for number, layer in enumerate(layers):
             q = self._write(x, layer, number, meta)

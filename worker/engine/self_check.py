@@ -23,7 +23,7 @@ from worker.engine.packed import Packed
 from worker.engine.verify_bank import SIZES, Switches, unserved
 from worker.engine.visibility import BOUNDS, LAYERS, STEPS, Trial, apart, number_of, pools_apart
 from worker.kernels import disk_cache
-from worker.kernels.dialect import chosen, recorded
+from worker.kernels.dialect import chosen, recorded, target
 
 _log = logging.getLogger(__name__)
 
@@ -197,6 +197,19 @@ def _faster(
             kernels[group] = reason
             switches = replace(switches, **{group: False})
     return switches
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Nothing is compiled within: what runs once is not worth the seconds that CUDA's compiler takes for it."""
+    if target() != "cuda":
+        yield
+        return
+    mx.disable_compile()
+    try:
+        yield
+    finally:
+        mx.enable_compile()
 
 
 @contextmanager

@@ -210,7 +210,10 @@ def reference(  # noqa: PLR0917 - as above
         q, k = _turn(q, angles, heads), _turn(k, angles, heads)
     slots = rows.slots(meta, meta[0] + mx.arange(count, dtype=mx.int32))
     new = mx.stack([k, v]).swapaxes(1, 2)
-    return q, mx.put_along_axis(pool, mx.broadcast_to(slots[None, None, :, None], new.shape), new, axis=2)
+    # Read where it is written: a scatter would be one more kernel for MLX on CUDA to compile at start.
+    here = mx.arange(pool.shape[2], dtype=mx.int32)[:, None] == slots
+    written = mx.take(new, mx.argmax(here, axis=1), axis=2)
+    return q, mx.where(here.any(axis=1)[:, None], written, pool)
 
 
 def rope_write(  # noqa: PLR0917 - as above
