@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from worker.engine import draw as draw_module
 from worker.engine import law as law_module
-from worker.engine.draw import COMMON, NOT_A_NUMBER, Draws, warm
+from worker.engine.draw import COMMON, NOT_A_NUMBER, Draws, place, warm
 from worker.engine.law import Kind, law, operands, state
 from worker.engine.sample import KeyedSampler, RawLogits, Sampling, gumbel, key, penalties
 
@@ -52,13 +52,9 @@ def answer_by_the_law(rows, history, sampling, vocabulary=VOCABULARY):
     return ids[len(history) :]
 
 
-def at(position):
-    return mx.array([position], dtype=mx.int32)
-
-
 def answer(draws, rows, start):
     """All tokens that *draws* gives for logits [n, V], with nothing evaluated between them."""
-    drawn = [draws(row[None], at(start + i)) for i, row in enumerate(rows)]
+    drawn = [draws(row[None], place(start + i)) for i, row in enumerate(rows)]
     read = mx.concatenate([one.read for one in drawn]).tolist()
     assert read == mx.concatenate([one.token for one in drawn]).tolist()
     return read
@@ -105,18 +101,18 @@ def test_rows_of_a_chain_are_drawn_as_alone_and_any_number_of_them_may_be_accept
     fed = [history[-1], *answer_by_the_law(rows[: count - 1], history, sampling)]
     fed = [*fed[:-1], data.draw(st.integers(0, VOCABULARY - 1))] if count > 2 else fed
     draws = Draws(sampling, history, **FREE, compiled=False)
-    drawn = draws.rows(rows[:count], mx.array(fed, dtype=mx.uint32), at(start))
+    drawn = draws.rows(rows[:count], mx.array(fed, dtype=mx.uint32), place(start))
     alone = [by_the_law(rows[i : i + 1], [*history, *fed[1 : i + 1]], sampling) for i in range(count)]
     assert drawn.read.tolist() == alone
     for i in range(count):
         single = Draws(sampling, [*history, *fed[1 : i + 1]], **FREE, compiled=False)(
-            rows[i : i + 1], at(start + i)
+            rows[i : i + 1], place(start + i)
         )
         assert single.token.item() == alone[i]
         if sampling.logprobs:
             assert all(mx.array_equal(a[i], b) for a, b in zip(drawn.top, single.top, strict=True))
     kept = data.draw(st.integers(1, count))
-    draws.accept(at(kept) if data.draw(st.booleans()) else kept)
+    draws.accept(mx.array([kept], dtype=mx.int32) if data.draw(st.booleans()) else kept)
     ids = [*history, *fed[1:kept], alone[kept - 1]]
     after = rows[count:]
     assert answer(draws, after, len(ids)) == answer_by_the_law(after, ids, sampling)
@@ -128,7 +124,7 @@ def test_chains_follow_chains_as_single_draws_follow_each_other():
     draws, ids, done = Draws(EVERYTHING, history, **FREE, compiled=False), [5, *whole], 0
     for count in (3, 1, 4, 2):
         fed = mx.array(ids[done : done + count], dtype=mx.uint32)
-        drawn = draws.rows(rows[done : done + count], fed, at(len(history) + done))
+        drawn = draws.rows(rows[done : done + count], fed, place(len(history) + done))
         assert drawn.read.tolist() == whole[done : done + count]
         draws.accept(count)
         done += count
@@ -138,7 +134,7 @@ def test_chains_follow_chains_as_single_draws_follow_each_other():
 def test_rows_alone_are_not_yet_history():
     history, rows = [5, 6], logits_of(3, 4)
     draws = Draws(EVERYTHING, history, **FREE, compiled=False)
-    draws.rows(rows, mx.array([6, 9, 9], dtype=mx.uint32), at(2))
+    draws.rows(rows, mx.array([6, 9, 9], dtype=mx.uint32), place(2))
     assert answer(draws, rows, 2) == answer_by_the_law(rows, history, EVERYTHING)
     with pytest.raises(RuntimeError, match="without rows"):
         Draws(EVERYTHING, history, **FREE).accept(1)
@@ -166,7 +162,7 @@ def test_the_noise_of_the_graph_matches_the_golden_vectors(vectors):
             logits = mx.array([[0.0, lead] + [-1e4] * (entry["width"] - 2)])
             sampling = Sampling(seed=int(entry["seed"]), temperature=1.0)
             draws = Draws(sampling, [0], width=entry["width"], vocabulary=entry["width"], compiled=False)
-            assert draws(logits, at(entry["t"])).read.item() == winner
+            assert draws(logits, place(entry["t"])).read.item() == winner
 
 
 def test_temperature_zero_takes_the_likeliest_and_the_lower_id_of_a_tie_in_every_type():
@@ -174,7 +170,7 @@ def test_temperature_zero_takes_the_likeliest_and_the_lower_id_of_a_tie_in_every
         rows = mx.array([[0.0, 2.0, 1.0, 2.0, 9.0], [3.0, 3.0, -1.0, 3.0, 9.0]]).astype(dtype)
         draws = Draws(Sampling(seed=1), [0], width=5, vocabulary=4, compiled=False)
         assert answer(draws, rows, 1) == [1, 0]
-        assert draws.rows(rows, mx.array([0, 1], dtype=mx.uint32), at(3)).read.tolist() == [1, 0]
+        assert draws.rows(rows, mx.array([0, 1], dtype=mx.uint32), place(3)).read.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
@@ -199,8 +195,10 @@ def test_logits_that_are_not_numbers_are_told_and_still_give_an_id_to_go_on_with
         row = [spoil.get(i, value) for i, value in enumerate(sane)]
         rows = mx.array([sane, row]).astype(dtype)
         draws = Draws(sampling, [1], **FREE, compiled=False)
-        one = draws(rows[1:], at(1))
-        chain = Draws(sampling, [1], **FREE, compiled=False).rows(rows, mx.array([1, 2], dtype=mx.uint32), at(1))
+        one = draws(rows[1:], place(1))
+        chain = Draws(sampling, [1], **FREE, compiled=False).rows(
+            rows, mx.array([1, 2], dtype=mx.uint32), place(1)
+        )
         assert one.read.item() == chain.read.tolist()[1] == NOT_A_NUMBER
         assert chain.read.tolist()[0] == chain.token.tolist()[0] < VOCABULARY
         assert max(one.token.item(), *chain.token.tolist()) < VOCABULARY
@@ -209,8 +207,8 @@ def test_logits_that_are_not_numbers_are_told_and_still_give_an_id_to_go_on_with
 def test_nothing_but_minus_infinity_is_no_number_and_some_of_it_is_fine():
     for sampling in (Sampling(seed=1), Sampling(seed=1, temperature=1.0)):
         draws = Draws(sampling, [0], width=4, vocabulary=4, compiled=False)
-        assert draws(mx.full((1, 4), -math.inf), at(1)).read.item() == NOT_A_NUMBER
-        assert draws(mx.array([[-math.inf, 0.0, -math.inf, -math.inf]]), at(2)).read.item() == 1
+        assert draws(mx.full((1, 4), -math.inf), place(1)).read.item() == NOT_A_NUMBER
+        assert draws(mx.array([[-math.inf, 0.0, -math.inf, -math.inf]]), place(2)).read.item() == 1
 
 
 @pytest.mark.parametrize("filling", [math.nan, math.inf, 1e30])
@@ -228,13 +226,13 @@ def test_raw_log_probabilities_come_before_bias_and_penalties_and_name_no_padded
     rows = logits_of(3, 7)
     draws = Draws(sampling, [1, 1], **FREE, compiled=False)
     for i in range(3):
-        top = draws(rows[i : i + 1], at(2 + i)).top
+        top = draws(rows[i : i + 1], place(2 + i)).top
         raw = RawLogits(VOCABULARY, WIDTH, 20)
         raw(mx.array([0]), rows[i : i + 1])
         assert [a.tolist() for a in top] == [b[0].tolist() for b in raw.top]
-    few = Draws(sampling, [1], width=6, vocabulary=4, compiled=False)(mx.zeros((1, 6)), at(1))
+    few = Draws(sampling, [1], width=6, vocabulary=4, compiled=False)(mx.zeros((1, 6)), place(1))
     assert sorted(few.top[0].tolist()) == [0, 1, 2, 3]
-    assert Draws(Sampling(seed=0), [1], **FREE)(rows[:1], at(1)).top is None
+    assert Draws(Sampling(seed=0), [1], **FREE)(rows[:1], place(1)).top is None
 
 
 def test_repetition_and_presence_penalties_are_mlx_lms_bit_by_bit_and_frequency_within_its_roundings():
@@ -281,9 +279,9 @@ def test_compiled_draws_are_the_eager_ones_bit_by_bit(sampling, dtype):
     seen = []
     for compiled in (False, True):
         draws = Draws(sampling, history, **FREE, compiled=compiled)
-        seen.append([draws.rows(rows[:5], fed, at(4))])
+        seen.append([draws.rows(rows[:5], fed, place(4))])
         draws.accept(3)
-        seen[-1] += [draws(rows[i : i + 1], at(i + 2)) for i in range(5, 12)]
+        seen[-1] += [draws(rows[i : i + 1], place(i + 2)) for i in range(5, 12)]
     for eager, graph in zip(*seen, strict=True):
         assert mx.array_equal(eager.token, graph.token)
         assert mx.array_equal(eager.read, graph.read)
@@ -313,7 +311,7 @@ def test_new_values_of_a_kind_make_no_new_graph(monkeypatch):
         )  # fmt: skip
         draws = Draws(sampling, [1] * (i + 1), **FREE, compiled=True)
         for j in range(3):
-            draws(rows[j : j + 1], at(i + 1 + j))
+            draws(rows[j : j + 1], place(i + 1 + j))
     draw_module._law.cache_clear()
     assert len(traced) == 1
 
@@ -329,7 +327,7 @@ def test_each_seed_and_position_has_its_own_noise():
     logits = mx.zeros((3, WIDTH))
     drawn = law(kind)(
         logits,
-        at(50),
+        place(50),
         mx.zeros(3, dtype=mx.uint32),
         state(kind, [0]),
         *operands(Sampling(seed=6, temperature=1.0), kind),
@@ -357,7 +355,7 @@ def test_a_draw_has_few_nodes(name, tmp_path):
     draws = Draws(sampling, [0, 1], width=320, vocabulary=320, compiled=True)
     logits = mx.zeros((1, 320), dtype=mx.bfloat16)
     mx.eval(logits)
-    drawn = draws(logits, at(2))
+    drawn = draws(logits, place(2))
     mx.export_to_dot(str(tmp_path / "graph.dot"), drawn.token, drawn.read, draws._state)
     nodes = re.findall(r"shape=rectangle", (tmp_path / "graph.dot").read_text())
     assert len(nodes) <= most

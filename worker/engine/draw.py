@@ -12,7 +12,7 @@ import mlx.core as mx
 from worker.engine.law import NOT_A_NUMBER, Kind, Law, after, law, operands, state
 from worker.engine.sample import Sampling
 
-__all__ = ["COMMON", "NOT_A_NUMBER", "Drawn", "Draws", "warm"]
+__all__ = ["COMMON", "NOT_A_NUMBER", "Drawn", "Draws", "place", "warm"]
 
 # Every top_k and every window is a kind of its own, and a client may choose any; a graph forgotten is traced again
 # in milliseconds.
@@ -75,7 +75,7 @@ class Draws:
     def __call__(self, logits: mx.array, position: mx.array) -> Drawn:
         """The token after the newest id, which becomes the newest.
 
-        logits: T [1, V]. position: int32 [1], how many ids there are before the drawn one.
+        logits: T [1, V]. position: `place` of the drawn id.
         """
         token, read, *rest = self._law(logits, position, self._newest, self._state, *self._operands)
         if self._kind.window is not None:
@@ -86,8 +86,8 @@ class Draws:
     def rows(self, logits: mx.array, tokens: mx.array, position: mx.array) -> Drawn:
         """The token after each row of a chain, as single draws would give them. Nothing of it is history yet.
 
-        logits: T [R, V]. tokens: uint32 [R], the ids that the rows were fed, the newest id first. position: int32
-        [1], how many ids there are before the one drawn after the first row.
+        logits: T [R, V]. tokens: uint32 [R], the ids that the rows were fed, the newest id first. position:
+        `place` of the id drawn after the first row.
         """
         token, read, *rest = self._law(logits, position, tokens, self._state, *self._operands)
         self._chain = (tokens, token)
@@ -112,9 +112,14 @@ def _law(kind: Kind, compiled: bool) -> Law:
     return mx.compile(draw) if compiled else draw
 
 
+def place(position: int) -> mx.array:
+    """A position, how many ids come before an id, as the key of its noise takes it: uint32 [2], 0 and *position*."""
+    return mx.array([0, position], dtype=mx.uint32)
+
+
 def warm(width: int, vocabulary: int, dtype: mx.Dtype, rows: Iterable[int] = (1,)) -> None:
     """Make the graphs and kernels of the common kinds for logits of *dtype*, for each number of rows in *rows*."""
-    position = mx.array([1], dtype=mx.int32)
+    position = place(1)
     for sampling in COMMON:
         draws = Draws(sampling, [0], width=width, vocabulary=vocabulary)
         for count in rows:

@@ -28,7 +28,7 @@ from worker.engine.sample import Sampling, gumbel_of, key, words
 NOT_A_NUMBER: Final = 0xFFFFFFFF
 """What the host reads in the place of a token whose logits were not numbers."""
 
-# (logits T [R, V], position int32 [1], ids fed uint32 [R], state, *operands) to
+# (logits T [R, V], position uint32 [2], ids fed uint32 [R], state, *operands) to
 # (tokens uint32 [R], read uint32 [R], then where wanted ids [R, n] and log-probabilities [R, n], then the state of
 # one row with penalties). Of one row ids and log-probabilities are [n].
 Law = Callable[..., tuple[mx.array, ...]]
@@ -157,14 +157,12 @@ def after(kind: Kind, started: mx.array, tokens: mx.array, rows: int | mx.array)
 
 def law(kind: Kind) -> Law:
     """The function that draws by *kind*; what it takes and gives stands at `Law`."""
-    low_only = mx.array([0, NOT_A_NUMBER], dtype=mx.uint32)
     not_a_number = mx.array(NOT_A_NUMBER, dtype=mx.uint32)
 
     def noise(first_key: mx.array, position: mx.array, rows: int) -> mx.array:
         if rows == 1:
-            return gumbel_of(words(first_key ^ (position.astype(mx.uint32) & low_only), kind.width))
-        positions = position + mx.array([[j] for j in range(rows)])
-        keys = first_key ^ (positions.astype(mx.uint32) & low_only)
+            return gumbel_of(words(first_key ^ position, kind.width))
+        keys = first_key ^ (position + mx.array([[0, j] for j in range(rows)], dtype=mx.uint32))
         return gumbel_of(mx.vmap(lambda one: words(one, kind.width))(keys))
 
     def draw(
@@ -249,11 +247,11 @@ def _penalised(rows: mx.array, counts: mx.array, given: Operands) -> mx.array:
 def _log_softmax(kind: Kind, rows: mx.array, total: mx.array, shift: mx.array) -> mx.array:
     """Logits less their log-sum-exp.
 
-    Before top_p all ids are as likely where the sum is not finite: of a row of -inf alone mlx-lm's filter would
-    read past the end. That the sum is finite is asked in other words than for the host: what two kernels share
-    would become a node between them.
+    Where the sum is not finite, all ids are as likely before top_p: of a row of -inf alone mlx-lm's filter would
+    read past the end. Without sampling it is the same, so that the two share a kernel. That the sum is finite is
+    asked in other words than for the host: what two kernels share would become a node between them.
     """
-    if not kind.top_p:
+    if kind.sampled and not kind.top_p:
         return rows - total
     likely = mx.where(shift == -math.inf, -math.inf, 0) if kind.padded else mx.array(0, dtype=mx.float32)
     return mx.where(mx.abs(total) < math.inf, rows - total, likely)

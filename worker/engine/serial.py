@@ -7,7 +7,7 @@ from typing import Any, Final, cast
 
 import mlx.core as mx
 
-from worker.engine.draw import NOT_A_NUMBER, Drawn, Draws, warm
+from worker.engine.draw import NOT_A_NUMBER, Drawn, Draws, place, warm
 from worker.engine.engine import (
     ROUTE,
     EngineRequest,
@@ -153,8 +153,7 @@ class SerialEngine:
         return logits
 
     def _draw(self, run: _Run, logits: mx.array) -> Drawn:
-        position = run.opened.sequence.length
-        drawn = run.draws(logits, mx.array([position], dtype=mx.int32))
+        drawn = run.draws(logits, place(run.opened.sequence.length))
         mx.async_eval(drawn.token, drawn.read, *(drawn.top or ()))  # type: ignore[no-untyped-call]
         return drawn
 
