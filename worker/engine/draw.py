@@ -113,7 +113,7 @@ def _law(kind: Kind, compiled: bool) -> Law:
 
 
 def place(position: int) -> mx.array:
-    """A position, how many ids come before an id, as the key of its noise takes it: uint32 [2], 0 and *position*."""
+    """A position, how many ids come before an id, as its noise key takes it: uint32 [2], 0 and that number."""
     return mx.array([0, position], dtype=mx.uint32)
 
 
