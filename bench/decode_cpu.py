@@ -1,12 +1,16 @@
 """Decode on the CPU: our loop over SmolLM2-135M's real weights, interleaved with mlx-lm's generate_step.
 
 The lane is the packed one in the tail form, as a worker on the CPU runs it. Contexts lie in both caches already.
-Greedy; medians of interleaved rounds; the ids of both must be equal behind a real prompt.
+Greedy; medians of interleaved rounds; the ids of both must be equal behind a real prompt. Beside it the time from
+the start of a process to a worker that could tell READY.
 """
 
 from __future__ import annotations
 
+import statistics
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,6 +33,19 @@ from worker.engine.serial import SerialEngine
 
 GOALS = {64: 0.98, 1024: 0.9}
 IDS = 48
+READY_S = 10.0
+ROOT = Path(__file__).resolve().parents[1]
+START = "from mtplx.settings import Settings; from worker.runtime import start; start(Settings.load({}))"
+
+
+def ready(rounds: int) -> float:
+    """Seconds from the start of a process to a worker with a warm model, the median of *rounds*."""
+    taken = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-c", START], cwd=ROOT, check=True)
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken)
 
 
 def same_ids(loaded: LoadedModel, engine: SerialEngine) -> int:
@@ -47,12 +64,14 @@ def same_ids(loaded: LoadedModel, engine: SerialEngine) -> int:
 @click.option("--tokens", default=24, show_default=True)
 def main(rounds: int, tokens: int) -> None:
     """Measure decode on the CPU."""
+    waited = ready(3)
     mx.set_default_device(mx.cpu)
     settings = Settings.load({})
     loaded = load(resolve_model("smollm2-135m", settings.cache_dir))
     engine, _ = build(loaded, Options())
     placed = SerialEngine(loaded, rig.Placed(engine.forward), engine.index)
-    figures = [Figure("ids equal to mlx-lm's", same_ids(loaded, engine), f"of {IDS}", IDS, "higher")]
+    figures = [Figure("start to READY", waited, "s", READY_S, "lower")]
+    figures.append(Figure("ids equal to mlx-lm's", same_ids(loaded, engine), f"of {IDS}", IDS, "higher"))
     for context, goal in GOALS.items():
         runs: dict[str, Callable[[], float]] = {
             "mlx-lm": partial(rig.decode_mlx, loaded.model, context, tokens, dtype=mx.float32),
