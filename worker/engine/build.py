@@ -74,7 +74,7 @@ class Lane:
     """A lane with its books.
 
     name: "packed" or "module". form: of its cache. why: what keeps it off the fast path, empty if nothing does.
-    kernels: each kernel's name, and "on" or why it is off.
+    kernels: each kernel's name, and as in `self_check.Choice`.
     """
 
     name: str

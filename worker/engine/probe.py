@@ -26,7 +26,7 @@ from worker.engine.forward import Forward, rows_needed
 from worker.engine.load import LoadedModel, device_name, load, resolve_model, weight_bytes
 from worker.engine.memory import room
 from worker.engine.packed import NotDenseError, Packed, pack
-from worker.engine.self_check import ON, Choice, Sizes, choose, timed
+from worker.engine.self_check import Choice, Sizes, choose, is_on, timed
 from worker.engine.step_time import Stepper
 from worker.engine.verify_bank import Switches
 from worker.engine.visibility import Trial, number_of
@@ -202,7 +202,7 @@ class Measured:
             say("trying writes in place")
             found["in_place"] = self.in_place()
         else:
-            reasons = [state for state in self._choice.kernels.values() if state != ON]
+            reasons = [state for state in self._choice.kernels.values() if not is_on(state)]
             found["in_place"] = {"does_not_apply": "; ".join(reasons) or self._choice.report["why"]}
         say("measuring what rows cost")
         found["cost_ms"] = self.cost()
@@ -237,7 +237,7 @@ class Measured:
         if not self._choice.in_place:
             return {"waiting": {str(at): self._waiting(at) for at in self._extent.contexts}}
         ways = {"our products": Switches(), "MLX's products": Switches(matvec=False)}
-        if not self._choice.report["checks"]["matvec"]["ok"]:
+        if not self._choice.report["checks"].get("matvec", {"ok": False})["ok"]:
             del ways["our products"]
         return {
             name: {str(at): self._ahead(at, switches) for at in self._extent.contexts}
