@@ -158,12 +158,21 @@ class Odd:
             return logits + 0 * cache[0].keys.sum()
         if self._habit == "answers by class":
             return logits * (1.0 if type(cache[0]) is KVCache else 0.5)
+        if self._habit == "knows classes by name":
+            return logits * {"KVCache": 1.0}[type(cache[0]).__name__]
+        if self._habit == "refuses" and type(cache[0]) is not KVCache:
+            raise NotImplementedError
         return logits
 
 
 @pytest.mark.parametrize(
     ("habit", "why"),
-    [("looks inside", "in a way of its own .*keys"), ("answers by class", "answers otherwise from pages")],
+    [
+        ("looks inside", "in a way of its own .*keys"),
+        ("answers by class", "answers otherwise from pages"),
+        ("knows classes by name", r"in a way of its own \('PagedCache'\)"),
+        ("refuses", r"in a way of its own \(NotImplementedError\)"),
+    ],
 )
 def test_a_model_that_cannot_use_pages_keeps_mlx_lms_caches_and_says_why(llama, habit, why):
     assert look_at(Odd(llama, "")).why == ""

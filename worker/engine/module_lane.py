@@ -25,6 +25,16 @@ from worker.kv.prefix import Opened
 # Positions for a model without pages, whose memory is not ours to count; no job's bytes hold a longer prompt.
 UNPAGED_POSITIONS: Final = 2**24
 _PROBE: Final = (0, 0, 0, 0, 0)
+# What a model raises that cannot do with pages, or MLX for it.
+_REFUSALS: Final = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 # Of the largest logit; a wrong row changes far more, another order of sums far less.
 _TOLERANCE: Final = 0.05
 
@@ -65,8 +75,8 @@ def look_at(model: Any) -> Layout:
     pools = [Pool(shape, 1, fill=float("nan")) for shape in layout.shapes]
     try:
         found = _probe(model, layout.caches(model, pools, Table(pages.reserve(PAGE))))
-    except (AssertionError, AttributeError, TypeError, ValueError) as error:
-        return _unpaged(own, f"it handles its caches in a way of its own ({error})")
+    except _REFUSALS as error:
+        return _unpaged(own, f"it handles its caches in a way of its own ({str(error) or type(error).__name__})")
     off = mx.abs(found - wanted) > _TOLERANCE * mx.abs(wanted).max()
     if mx.any(off).item():
         return _unpaged(own, "it answers otherwise from pages than from mlx-lm's caches")
