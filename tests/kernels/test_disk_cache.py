@@ -121,7 +121,6 @@ def test_mlx_is_not_pointed_anywhere_without_cuda(tmp_path: Path) -> None:
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(disk_cache, "target", lambda: "cuda")
     monkeypatch.setattr(disk_cache, "architecture", lambda: "sm_90a")
-    monkeypatch.setattr(disk_cache.mx, "default_device", lambda: mx.Device(mx.gpu))
     found = disk_cache.open_folder(tmp_path)
     assert found is not None
     return found

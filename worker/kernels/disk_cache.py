@@ -76,7 +76,7 @@ def open_folder(cache_dir: Path) -> Path | None:
     To be called before anything is computed: MLX looks up the name of the folder once. What MLX itself compiles
     it keeps there too; a file that a killed process left unfinished is removed.
     """
-    if target() != "cuda" or mx.default_device().type == mx.DeviceType.cpu:
+    if target() != "cuda":
         return None
     folder = kernel_folder(cache_dir / "kernels" / f"mlx-{version('mlx')}-{architecture()}")
     try:
