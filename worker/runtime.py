@@ -32,7 +32,8 @@ def start(settings: Settings, *, watch_stdin: bool = False) -> Worker:
     engine, info = engine_of(settings, loaded, kernels)
     engine.warm_up()
     run = partial(run_job, engine=engine, loaded=loaded, clock=perf_counter)
-    return Worker(settings, offer(settings, loaded, engine.capacity, info), run, watch_stdin=watch_stdin)
+    ready = offer(settings, loaded, engine.capacity, info)
+    return Worker(settings, ready, run, counts=engine.counts, watch_stdin=watch_stdin)
 
 
 def engine_of(settings: Settings, loaded: LoadedModel, kernels: Path | None) -> tuple[Engine, dict[str, Any]]:

@@ -228,3 +228,27 @@ def test_a_warm_up_over_bad_numbers_is_no_error() -> None:
     rig = Rig(Script(spoiled=3))
     rig.engine.warm_up()
     rig.check(held=0)
+
+
+def test_what_is_reused_stored_and_evicted_is_counted_for_health() -> None:
+    rig = Rig(Script())
+    assert set(rig.engine.counts().values()) == {0}
+    for first in (0, 0, 50):
+        rig.start([(first + place) % WIDTH for place in range(200)], budget=5)
+        rig.engine.stop()
+    counts = {
+        "opened": 3,
+        "hits": 1,
+        "reused_tokens": 199,
+        "stored_pages": 14,
+        "evicted_pages": 2,
+        "held_pages": 12,
+    }
+    assert rig.engine.counts() == counts
+    rig.start(range(50), cache=False)
+    rig.engine.stop()
+    # A job without reuse takes room all the same.
+    assert rig.engine.counts() == {**counts, "evicted_pages": 5, "held_pages": 9}
+    without = Script()
+    without.prefix_reuse = False
+    assert Rig(without).engine.counts() is None
