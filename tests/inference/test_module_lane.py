@@ -332,6 +332,12 @@ def test_neither_prefill_nor_decode_copies_a_pool(llama):
     assert mx.get_peak_memory() - before > layer
 
 
+def test_memory_kept_for_reuse_is_given_back_by_the_engine_alone(model, monkeypatch):
+    """It does so every 2048 rows: given back after each chunk it would be asked for again by the next."""
+    monkeypatch.setattr(mx, "clear_cache", lambda: pytest.fail("the lane freed what it needs again"))
+    assert len(Serial(model, chunk=10).answer(prompt(45), 2)) == 2
+
+
 def test_jobs_leave_nothing_behind(llama):
     serial, draw = Serial(llama, pages=100), random.Random(1)
     serial.answer(prompt(300), 2)

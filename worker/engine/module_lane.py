@@ -197,13 +197,13 @@ class ModuleForward:
             logits = self._forward(_ids(padded), len(ids), prompt=True)
             if last:
                 return logits[len(ids) - 1 : len(ids)]
-            self._write()
+            self._evaluate()
             return None
         # Before the last id nobody wants logits, whose computing is then left out.
         before = ids[:-1] if last else ids
         if before:
             self._forward(_ids(before), len(before), prompt=True)
-            self._write()
+            self._evaluate()
         return self._forward(_ids(ids[-1:]), 1, prompt=True) if last else None
 
     def rows(self, tokens: mx.array) -> mx.array:
@@ -244,11 +244,6 @@ class ModuleForward:
             assert all(cache.is_trimmable() for cache in self._caches), "a recurrent state cannot go back"
             for cache in self._caches:
                 cache.trim(back)
-
-    def _write(self) -> None:
-        self._evaluate()
-        # As mlx-lm does between chunks: what a chunk needed is no measure of what the next one does.
-        mx.clear_cache()
 
     def _evaluate(self) -> None:
         others = [cache.state for cache in self._caches if not isinstance(cache, PagedCache)]
