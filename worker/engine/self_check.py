@@ -170,9 +170,14 @@ def check_one(case: Case) -> Checked:
         if pool is not None and want_pool is not None:
             error = max(error, number_of(pools_apart(pool, want_pool)))
     except (RuntimeError, ValueError) as refusal:
-        said = str(refusal).strip().splitlines() or [type(refusal).__name__]
-        return Checked(ok=False, error=float("inf"), bound=0.0, worst=case.what, refused=said[0][:200])
+        return Checked(ok=False, error=float("inf"), bound=0.0, worst=case.what, refused=said(refusal))
     return Checked(ok=error <= bound, error=error, bound=bound, worst=case.what)
+
+
+def said(refusal: Exception) -> str:
+    """The first line of what MLX said where it could not run something; never empty."""
+    lines = str(refusal).strip().splitlines() or [type(refusal).__name__]
+    return lines[0][:200]
 
 
 def _tried(packed: Packed, sizes: Sizes, report: dict[str, Any]) -> str:
