@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import mlx.core as mx
@@ -112,6 +113,7 @@ def test_rows_of_a_tree_are_single_draws_and_the_state_after_any_path_is_theirs(
             tops = drawn.top if count == 1 else [part[row] for part in drawn.top]
             assert all(mx.array_equal(one, other) for one, other in zip(tops, single.top, strict=True))
     path = by_hand(tokens, parents, singles)
+    assert drawn.path.dtype == mx.uint32
     assert drawn.path.tolist() == [path[-1], *drawn.read.tolist()]
     draws.accept(path)
     walker = Draws(sampling, history, **FREE)
@@ -282,10 +284,28 @@ def test_a_single_draw_has_no_tree_and_no_path():
     assert alone(EVERYTHING, [1], logits_of(1, 1)[0]).path is None
 
 
+# Nodes of a draw of eight rows; what accepts them is eight of these.
+NODES = {
+    "greedy": (Sampling(seed=0), 13),
+    "temperature": (Sampling(seed=0, temperature=0.8), 19),
+    "greedy, penalties": (Sampling(seed=0, repetition_penalty=1.1), 27),
+}
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_a_draw_of_rows_has_few_nodes(name, tmp_path):
+    sampling, most = NODES[name]
+    draws = Draws(sampling, [0, 1], width=64, vocabulary=64, compiled=True)
+    logits, tokens = mx.zeros((8, 64), dtype=mx.bfloat16), mx.zeros(8, dtype=mx.uint32)
+    mx.eval(logits, tokens)
+    mx.export_to_dot(str(tmp_path / "graph.dot"), draws.rows(logits, tokens, place(2), (0, 0)).path)
+    assert len(re.findall(r"shape=rectangle", (tmp_path / "graph.dot").read_text())) <= most
+
+
 def test_the_operand_of_a_tree_stays_small_for_a_long_window_and_is_kept():
     assert tree_operand(100_000, 16, (0, 1)).shape == (16, 4 + 16 + 16)
     assert tree_operand(3, 16, [0, 1]).shape == (16, 4 + 16 + 3)
-    assert tree_operand(0, 2, None).shape == tree_operand(None, 2, None).shape == (2, 6)
+    assert tree_operand(0, 2, None).shape == tree_operand(None, 2, None).shape == (2, 7)
     assert tree_operand(3, 16, [0, 1]) is tree_operand(3, 16, (0, 1))
 
 

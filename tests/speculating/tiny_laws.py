@@ -66,10 +66,10 @@ def speculated(model: Model, prompt: Ids, sampling: Sampling, count: int, drafti
 
 
 def answering(
-    model: Model, prompt: Ids, sampling: Sampling, count: int, drafting: Drafting
+    model: Model, prompt: Ids, sampling: Sampling, count: int, drafting: Drafting, compiled: bool = False
 ) -> Generator[mx.array, None, Ids]:
     """Draws an answer over drafts; hands out each path before it is read."""
-    draws = Draws(sampling, prompt, width=model.width, vocabulary=model.vocabulary, compiled=False)
+    draws = Draws(sampling, prompt, width=model.width, vocabulary=model.vocabulary, compiled=compiled)
     ids, end = prompt, len(prompt) + count
     while len(ids) < end:
         tokens, parents = drafting(ids, end - len(ids) - 1)
@@ -201,17 +201,18 @@ def check_paths(model: Model, prompt: Ids, sampling: Sampling, seeds: Sequence[i
         assert dict.fromkeys(named, wanted) == dict(zip(named, answers, strict=True)), seed
 
 
-def check_counts(model: Model, prompt: Ids, sampling: Sampling, answers: int, count: int = 3) -> None:
+def check_counts(
+    model: Model, prompt: Ids, sampling: Sampling, answers: int, count: int = 3, compiled: bool = False
+) -> None:
     """Drafted answers of *answers* seeds come as often as the enumerated law says; chi-square at 1e-6."""
     got: Counter[Ids] = Counter()
     for first in range(0, answers, 250):
-        some = [replace(sampling, seed=seed) for seed in range(first, min(first + 250, answers))]
-        drafting = [list(all_draftings(model, one).values())[one.seed % 3] for one in some]
-        got.update(
-            all_together(
-                [answering(model, prompt, *each) for each in zip(some, [count] * len(some), drafting, strict=True)]
-            )
-        )
+        running = []
+        for seed in range(first, min(first + 250, answers)):
+            seeded = replace(sampling, seed=seed)
+            drafting = list(all_draftings(model, seeded).values())[seed % 3]
+            running.append(answering(model, prompt, seeded, count, drafting, compiled))
+        got.update(all_together(running))
     expected = {ids: likely * answers for ids, likely in law_of_answers(model, prompt, sampling, count)}
     assert math.isclose(sum(expected.values()), answers)
     assert set(got) <= set(expected), "an answer came that the law does not know"

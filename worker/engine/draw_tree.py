@@ -14,15 +14,15 @@ import mlx.core as mx
 
 # A drafter mostly makes a few shapes; one forgotten is made again in 0.1 ms.
 _TREES_KEPT: Final = 256
-_SINGLE_COLUMNS: Final = 4
 
 
 class Tree(NamedTuple):
-    """The parts of the operand of R rows, uint32; n is the lesser of R and the window of penalties, 0 where none.
+    """The parts of the operand of R rows, uint32; n is the lesser of R and the window of penalties, at least 1.
 
-    offsets: [R, 2], 0 and the depth: what is added to the position of row 0. parent: [R], of row 0 itself. rank:
-    [R], depth + 1, but 0 of padding. on_path: [R, R], 1 where that row leads to this one, itself included. recent:
-    [R, n], where the last n ids of the row's history stand in the state and the ids fed, laid end to end.
+    offsets: [R, 2], 0 and the depth: what is added to the position of row 0. parent: [R, 1], of row 0 itself.
+    rank: [R, 1], depth + 1, but 0 of padding. on_path: [R, R], where that row leads to this one, itself included:
+    1 for row 0, which all follow, 2 for others, else 0. recent: [R, n], where the last n ids of the row's history
+    stand in the state and the ids fed, laid end to end; means nothing where penalties have no window.
     """
 
     offsets: mx.array
@@ -33,17 +33,15 @@ class Tree(NamedTuple):
 
     @classmethod
     def of(cls, operand: mx.array) -> Self:
-        """The parts of *operand*."""
-        rows = operand.shape[0]
-        parent, rank, rest = operand[:, 2], operand[:, 3], operand[:, _SINGLE_COLUMNS:]
-        return cls(operand[:, :2], parent, rank, rest[:, :rows], rest[:, rows:])
+        """The parts of *operand*, all views by one node."""
+        return cls(*mx.split(operand, [2, 3, 4, 4 + operand.shape[0]], axis=1))
 
 
 def tree_operand(window: int | None, rows: int, parents: Sequence[int] | None) -> mx.array:
     """The operand of a tree for `Tree.of`: uint32 [R, 4 + R + n].
 
     Args:
-        window: how many ids penalties look back at; 0 and None ask for no `recent`.
+        window: how many ids penalties look back at; 0 for all, None for no penalties.
         rows: R, at least 2.
         parents: of rows 1, 2, ...; None: a chain of all rows.
 
@@ -67,9 +65,10 @@ def _operand(window: int, rows: int, parents: tuple[int, ...]) -> mx.array:
     lines = []
     for row, path in enumerate(paths):
         single = [0, len(path) - 1, path[max(len(path) - 2, 0)], len(path) if row < real else 0]
+        on_path = [min(one + 1, 2) if one in path else 0 for one in range(rows)]
         held = range(max(window - rows, 0) + len(path), window)
-        recent = [*held, *(window + one for one in path)][-min(rows, window) :] if window else []
-        lines.append([*single, *(int(one in path) for one in range(rows)), *recent])
+        recent = [*held, *(window + one for one in path)][-min(rows, window) :] if window else [0]
+        lines.append([*single, *on_path, *recent])
     return mx.array(lines, dtype=mx.uint32)
 
 
@@ -79,6 +78,6 @@ def accepted(tree: Tree, tokens: mx.array, read: mx.array) -> mx.array:
     tokens: uint32 [R], the ids fed. read: uint32 [R], the token after each row, no id where the logits were no
     numbers: so no path leads through such a row.
     """
-    wrong = tokens[1:] != read[tree.parent[1:]]
-    refused = mx.max(tree.on_path[:, 1:] * wrong, axis=-1)
-    return mx.argmax(tree.rank * (1 - refused), axis=-1, keepdims=True)
+    wrong = tokens != mx.take_along_axis(read, tree.parent.squeeze(1), axis=0)
+    ranks = mx.where(tree.on_path * wrong > 1, 0, tree.rank)
+    return mx.argmax(mx.min(ranks, axis=1), axis=0, keepdims=True)

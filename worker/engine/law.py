@@ -218,11 +218,11 @@ def _counts(
     row = mx.array([[j] for j in range(rows)], dtype=mx.uint32)
     if not window:
         counts = mx.broadcast_to(held, (rows, kind.width))
-        return counts.at[row, tokens[None]].add(tree.on_path.astype(mx.int32)), ()
+        return counts.at[row, tokens[None]].add((tree.on_path > 0).astype(mx.int32)), ()
     places = tree.recent
     if window > rows:
         # Of a long window only the end is an operand: what comes before slides by one with each row of the path.
-        older = mx.arange(1, 1 + window - rows, dtype=mx.uint32) + tree.offsets[:, 1:]
+        older = mx.arange(window - rows, dtype=mx.uint32) + tree.rank
         places = mx.concatenate([older, places], axis=1)
     windows = mx.concatenate([held, tokens])[places]
     counts = mx.broadcast_to(none, (rows, kind.width + 1)).at[row, windows].add(1)
