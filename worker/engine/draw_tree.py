@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, Self
 
 import mlx.core as mx
 
-# A drafter mostly makes a few shapes; one forgotten is made again in 0.1 ms.
+# A drafter mostly makes a few shapes; one forgotten is made again in less than a millisecond.
 _TREES_KEPT: Final = 256
 
 
