@@ -323,7 +323,7 @@ def test_each_seed_and_position_has_its_own_noise():
         mx.zeros(3, dtype=mx.uint32),
         state(kind, [0]),
         *operands(Sampling(seed=6, temperature=1.0), kind),
-        tree_operand(None, 3, None),
+        tree_operand(None, 3, (0, 1)),
     )
     assert drawn[0].tolist() == [mx.argmax(gumbel(key(6, 50 + j), WIDTH)).item() for j in range(3)]
 

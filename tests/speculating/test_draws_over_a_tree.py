@@ -219,6 +219,8 @@ def test_a_tree_or_path_that_cannot_be_is_refused():
     for parents in ((0, 1, 2), (1, 0), (0, 2), (-1, 0)):
         with pytest.raises(ValueError, match=r"parent"):
             draws.rows(logits, tokens, place(1), parents)
+    with pytest.raises(ValueError, match="parents"):
+        draws.rows(logits[:1], tokens[:1], place(1), (0,))
     draws.rows(logits, tokens, place(1), (0,))
     for path in ([], [1], [0, 2], [0, 0], [0, 1, 2], [0, -1], [0, 3]):
         with pytest.raises(ValueError, match=r"path|row 0"):
@@ -305,7 +307,7 @@ def test_a_draw_of_rows_has_few_nodes(name, tmp_path):
 def test_the_operand_of_a_tree_stays_small_for_a_long_window_and_is_kept():
     assert tree_operand(100_000, 16, (0, 1)).shape == (16, 4 + 16 + 16)
     assert tree_operand(3, 16, [0, 1]).shape == (16, 4 + 16 + 3)
-    assert tree_operand(0, 2, None).shape == tree_operand(None, 2, None).shape == (2, 7)
+    assert tree_operand(0, 2, (0,)).shape == tree_operand(None, 2, ()).shape == (2, 7)
     assert tree_operand(3, 16, [0, 1]) is tree_operand(3, 16, (0, 1))
 
 

@@ -131,7 +131,7 @@ def test_a_penalty_history_without_the_prompt_is_caught(window, monkeypatch):
 @pytest.mark.parametrize("window", [20, 0])
 def test_a_penalty_history_of_rows_in_the_place_of_paths_is_caught(window, monkeypatch):
     def mutated(kind, held, tokens, tree, real=law_module._counts):
-        return real(kind, held, tokens, Tree.of(tree_operand(window, tokens.size, None)))
+        return real(kind, held, tokens, Tree.of(tree_operand(window, tokens.size, range(tokens.size - 1))))
 
     monkeypatch.setattr(law_module, "_counts", mutated)
     caught_by_paths(replace(PENALISED, penalty_window=window))

@@ -112,10 +112,11 @@ class Draws:
             ValueError: More parents than rows, or a row before its parent.
         """
         count = tokens.size
-        tree = (tree_operand(self._kind.window, count, parents),) if count > 1 else ()
+        parents = tuple(range(count - 1) if parents is None else parents)
+        tree = (tree_operand(self._kind.window, count, parents),) if count > 1 or parents else ()
         token, read, *rest = self._law(logits, position, tokens, self._state, *self._operands, *tree)
         path = rest.pop() if tree else mx.concatenate([mx.zeros(1, dtype=mx.uint32), read])
-        self._verified = _Verified(tokens, token, tuple(range(count - 1) if parents is None else parents))
+        self._verified = _Verified(tokens, token, parents)
         return Drawn(token, read, (rest[0], rest[1]) if self._kind.logprobs else None, path)
 
     def accept(self, path: Sequence[int]) -> None:

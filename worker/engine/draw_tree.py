@@ -37,18 +37,18 @@ class Tree(NamedTuple):
         return cls(*mx.split(operand, [2, 3, 4, 4 + operand.shape[0]], axis=1))
 
 
-def tree_operand(window: int | None, rows: int, parents: Sequence[int] | None) -> mx.array:
+def tree_operand(window: int | None, rows: int, parents: Sequence[int]) -> mx.array:
     """The operand of a tree for `Tree.of`: uint32 [R, 4 + R + n].
 
     Args:
         window: how many ids penalties look back at; 0 for all, None for no penalties.
         rows: R, at least 2.
-        parents: of rows 1, 2, ...; None: a chain of all rows.
+        parents: of rows 1, 2, ...
 
     Raises:
         ValueError: More parents than rows, or a row before its parent.
     """
-    return _operand(window or 0, rows, tuple(range(rows - 1)) if parents is None else tuple(parents))
+    return _operand(window or 0, rows, tuple(parents))
 
 
 @lru_cache(maxsize=_TREES_KEPT)
