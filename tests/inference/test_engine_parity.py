@@ -83,7 +83,7 @@ def test_the_short_form_has_64_prompts_every_chunk_size_and_every_edge():
     assert len(triples) == 64
     assert {chunk for _, chunk, _ in triples} == set(CHUNKS)
     assert {length for length, _, _ in triples} == {*EDGES, *FAR}
-    assert sum(count > 40 for _, _, count in triples) == 6
+    assert sum(count >= LONG for _, _, count in triples) == 6
 
 
 def test_greedy_ids_are_those_of_mlx_lm_for_prompts_around_every_page_edge(model):
