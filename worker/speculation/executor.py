@@ -1,0 +1,169 @@
+"""Runs a job's own speculative rows: a draft, one forward over it, and what of it holds.
+
+The serial engine computes and draws; here is decided when a forward has more rows than one. While nothing is
+drafted it runs one token ahead, as it does alone, and its newest id is not known yet: what was expected in its place
+is left out of the first draft. After a forward with drafts all is known, and the next draft begins behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from worker.engine.draw import NOT_A_NUMBER
+from worker.engine.engine import Engine, EngineRequest, Figures, PrefillProgress, Step
+from worker.engine.serial import SerialEngine
+from worker.speculation.costs import Measured
+from worker.speculation.draft import Draft, Drafter, Proposal, left_trunk
+from worker.speculation.planner import Plan, Planner
+from worker.width import Meta, WidthPlan
+
+ROUTE: Final = "hyper_width"
+"""What DONE calls a job whose forwards may have more rows than one."""
+
+# Contexts at which rows are weighed before any job is planned.
+_LOOKED_AT: Final = (64, 2048)
+# The newest id, one drafted behind it, and one drawn behind that.
+_LEAST_BUDGET: Final = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What speculation is made of. trees: whether drafts may fork. clock: seconds."""
+
+    drafter: Drafter
+    measured: Measured
+    trees: bool
+    clock: Callable[[], float]
+
+
+class HyperWidthExecutor:
+    """Plans the width of jobs, and runs those that are wider than 1.
+
+    Args:
+        parts: drafter, costs and clock.
+        width: the most rows that the lane verifies at once.
+        why: where that is 1, the reason in words.
+    """
+
+    def __init__(self, parts: Parts, width: int, why: str = "") -> None:
+        self._parts = parts
+        self.width = width
+        self.why = why
+        if width > 1 and not self._could_pay():
+            self.width, self.why = 1, "rows cost too much here: no draft could win, even if all of it were kept"
+
+    def plan(self, meta: Meta) -> WidthPlan:
+        """As in `WidthExecutor`."""
+        if meta.speculation == "off":
+            return WidthPlan(1, "the job asks for no speculation")
+        if meta.budget < _LEAST_BUDGET:
+            return WidthPlan(1, "the answer is too short for a draft")
+        return WidthPlan(self.width, self.why)
+
+    def run(self, plan: WidthPlan, singleton: Engine) -> Engine:
+        """As in `WidthExecutor`."""
+        assert isinstance(singleton, SerialEngine), "only the serial engine verifies drafts"
+        return SpeculatingEngine(plan.width, singleton, self._parts)
+
+    def _could_pay(self) -> bool:
+        measured = self._parts.measured
+        return any(
+            measured.step(context, nodes) < measured.step(context, 0) * (nodes + 1)
+            for context in _LOOKED_AT
+            for nodes in range(1, self.width)
+        )
+
+
+class SpeculatingEngine:
+    """The `Engine` of a job each step of which may verify a draft. *width*: the most rows of a forward."""
+
+    def __init__(self, width: int, serial: SerialEngine, parts: Parts) -> None:
+        self.capacity = serial.capacity
+        self._width = width
+        self._serial = serial
+        self._drafter = parts.drafter
+        self._clock = parts.clock
+        self._planner = Planner(parts.measured, width - 1, parts.trees, parts.drafter.traits)
+        # What the latest step came to, told when the next one begins, for it lasts until then.
+        self._outcome: tuple[Plan, int, int] | None = None
+        self._began = 0.0
+        # Whether the drafter knows the newest id before it is handed out.
+        self._told = False
+        self._rows = [0, 0]
+
+    def warm_up(self) -> None:
+        """As in `Engine`."""
+        self._serial.warm_up()
+
+    def start(self, request: EngineRequest, progress: PrefillProgress) -> None:
+        """As in `Engine`."""
+        self._planner.begin()
+        self._outcome, self._told, self._rows = None, False, [0, 0]
+        self._serial.start(request, progress)
+        self._drafter.begin((*request.prompt, *request.drawn), request.sampling)
+
+    def step(self) -> Step:
+        """As in `Engine`."""
+        if not self._serial.decided:
+            now = self._clock()
+            self._tell((now - self._began) * 1e3)
+            self._began = now
+            self._verify_a_draft()
+        step = self._serial.step()
+        if not self._told:
+            self._drafter.extend((step.token,))
+        self._told = False
+        return step
+
+    def stop(self) -> Figures:
+        """As in `Engine`."""
+        self._tell(0.0)
+        self._drafter.end()
+        figures = self._serial.stop()
+        told = self._planner.figures()
+        launched, committed = self._rows
+        return replace(
+            figures,
+            route=ROUTE,
+            drafted=launched,
+            rows_committed=committed,
+            accepted_by_depth=tuple(told["accepted_by_depth"]),
+            planner=told,
+        )
+
+    def _tell(self, ms: float) -> None:
+        """Tell the planner what came of the latest step. *ms*: how long it lasted; 0 where nobody knows."""
+        if self._outcome is not None:
+            plan, accepted, turned = self._outcome
+            self._planner.told(plan, accepted, ms, turned)
+            self._outcome = None
+
+    def _verify_a_draft(self) -> None:
+        """Run a forward over a draft in place of the next plain one, if there is one that is worth it."""
+        serial, newest = self._serial, self._serial.newest
+        limit = min(self._width - 1, serial.left)
+        if limit < 1 or newest == NOT_A_NUMBER:
+            return
+        if newest is not None:
+            self._drafter.extend((newest,))
+            self._told = True
+        proposal = self._drafter.propose(limit + (newest is None), 0)
+        if newest is None:
+            proposal = _behind_first(proposal)
+        plan = self._planner.plan(serial.position, proposal.margins, proposal.turns)
+        self._outcome = plan, 0, 0
+        if not plan.nodes:
+            return
+        draft = Draft.chain(proposal.draft.tokens[: plan.depth])
+        if plan.forks:
+            draft = self._drafter.propose(plan.nodes, plan.forks).draft
+        path = serial.verify(draft)
+        self._rows = [self._rows[0] + len(draft), self._rows[1] + len(path) - 1]
+        self._outcome = plan, len(path) - 1, left_trunk(draft, path)
+
+
+def _behind_first(proposal: Proposal) -> Proposal:
+    """What is left of a chain when its first token is being drawn: no forks, for the text behind it is a guess."""
+    return Proposal(Draft.chain(proposal.draft.tokens[1:]), proposal.margins[1:])
