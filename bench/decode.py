@@ -1,9 +1,10 @@
 """Decode on this machine's GPU, interleaved with mlx-lm's generate_step over the same weights.
 
 Each model: milliseconds a token at several contexts, ours (greedy; with MLX's own products; sampled; with
-penalties) and mlx-lm's, the bandwidth floor, what a forward of R rows costs, the first token of a prompt, graph
-nodes, memory. With --start also the time until a process with SmolLM2's shape is ready. Best measured one model in
-a process: the figures of one commit are gathered in bench/results/decode.json.
+penalties) and mlx-lm's, the bandwidth floor, what a forward of R rows costs, the first token of a prompt, whether
+attempts taken up again draw the same ids, graph nodes, memory. With --start also the time until a process with
+SmolLM2's shape is ready. Best measured one model in a process: the figures of one commit are gathered in
+bench/results/decode.json.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ from worker.kernels.dialect import target
 CONTEXTS = (64, 1024, 4096, 16384)
 # Contexts at which drawing is compared, rows are counted, and a prompt is read.
 DRAWN, WIDE, PROMPT = (64, 1024), (1024, 16384), 1024
+# Ids of a prompt whose answer is taken up again behind so many of its ids, and of one that is cancelled first: the
+# longest has rows to be reused at every size of a prefill forward.
+RESUMED, CANCELLED, CUTS, DRAWN_IDS = (600, 1024), (600, 1024, 1100), (7, 16, 17), 40
 # Of one H200 in bytes a second: the data sheet's, and what a copy reaches.
 NOMINAL, COPIED = 4.8e12, 4.3e12
 GREEDY = Sampling(seed=0)
@@ -242,6 +246,21 @@ def prompts(report: Report, one: rig.Rig, effort: Effort) -> None:
     report.save()
 
 
+def attempts(report: Report, one: rig.Rig) -> None:
+    """Whether a job taken up again, or asked for anew behind a cancel, draws what it would have drawn."""
+    engine, title = one.engine(one.kernels, placed=False, kept=True), one.shape.title
+    asked = {length: [place * 7919 % one.loaded.vocabulary for place in range(length)] for length in CANCELLED}
+    found = [rig.resumed(engine, asked[length], CUTS, DRAWN_IDS) for length in RESUMED]
+    right, whole = (sum(part) for part in zip(*found, strict=True))
+    name = "ids of resumed attempts equal to the uninterrupted ones"
+    report.add(f"{title}: {name}", right, f"of {whole}", whole, "higher")
+    kept = sum(rig.cancelled(engine, prompt, DRAWN_IDS) for prompt in asked.values())
+    name, all_ids = "ids behind a cancelled prompt equal to those of a cold start", DRAWN_IDS * len(asked)
+    report.add(f"{title}: {name}", kept, f"of {all_ids}", all_ids, "higher")
+    click.echo(f"  resumed: {right} of {whole} ids equal, behind a cancel: {kept} of {all_ids}", err=True)
+    report.save()
+
+
 def sizes(report: Report, one: rig.Rig, effort: Effort) -> None:
     """Graph nodes of a step, and memory."""
     title, context = one.shape.title, max(effort.contexts)
@@ -285,6 +304,7 @@ def measure(report: Report, name: str, shape: models.Shape, effort: Effort, kern
         "decode": partial(decode, report, name, one, effort),
         "rows": partial(rows, report, name, one, effort),
         "prompts": partial(prompts, report, one, effort),
+        "attempts": partial(attempts, report, one),
         "sizes": partial(sizes, report, one, effort),
     }.items():
         part()

@@ -32,29 +32,12 @@ from cuda_text import Module, recording
 from worker.engine.dense_in_place import DenseInPlace
 from worker.engine.forward import MAX_ROWS
 from worker.engine.verify_bank import SIZES
-from worker.kernels import dialect
+from worker.kernels import dialect, nvrtc
 from worker.kv.prefix import Opened
 
 PROMPT = 1024
 DEVICE = "mlx/backend/cuda/device"
 FLAGS = ("-std=c++17", "-cubin", "-O3", "--expt-relaxed-constexpr", "-w")
-# What a kernel of ours uses of MLX's headers, which alone take longer to compile than the kernel.
-LIGHT = {
-    "cooperative_groups.h": "namespace cooperative_groups {}\n",
-    f"{DEVICE}/utils.cuh": """#pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cstdint>
-namespace mlx::core::cu {
-template <typename T> struct Dimensions {
-  T v[10];
-  __host__ __device__ T operator[](int i) const { return v[i]; }
-};
-using Shape = Dimensions<int32_t>;
-using Strides = Dimensions<int64_t>;
-}
-""",
-}
 # Rows of a tile of MLX's quantised product: up to 16 rows of a forward, and those of a prompt.
 TILES = (16, 64)
 
@@ -126,7 +109,7 @@ def headers(library: Path, folder: Path) -> None:
 
 def light(folder: Path) -> None:
     """Write what stands for MLX's headers in a kernel of ours."""
-    for name, text in LIGHT.items():
+    for name, text in nvrtc.HEADERS.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from worker.engine.build import distance, prefill_rows
 from worker.engine.dense_in_place import DenseInPlace
-from worker.engine.engine import EngineRequest, unheard
+from worker.engine.engine import Cancelled, EngineRequest, unheard
 from worker.engine.forward import MAX_ROWS, Forward, rows_needed
 from worker.engine.load import LoadedModel
 from worker.engine.packed import Packed, pack
@@ -36,6 +36,8 @@ from worker.kv.prefix import Opened, PrefixIndex
 # Tokens after whose first few the pipeline is full.
 SKIP = 5
 CACHE_STEP = 256
+# Greedy; without a penalty random weights would draw the same id again and again, and any fault would go unseen.
+VARIED = Sampling(seed=0, frequency_penalty=100.0, penalty_window=20)
 
 
 @dataclass
@@ -107,9 +109,12 @@ class Rig:
         """mlx-lm's module; its weights are views of the packed ones."""
         return self.loaded.model
 
-    def engine(self, lane: DenseInPlace, *, placed: bool = True) -> SerialEngine:
-        """The serial engine over *lane*, whose prompts are there already if *placed*."""
-        index = PrefixIndex(self.pages, page_bytes=self.pool.shape.page_bytes, limit_bytes=0)
+    def engine(self, lane: DenseInPlace, *, placed: bool = True, kept: bool = False) -> SerialEngine:
+        """The serial engine over *lane*, whose prompts are there already if *placed*; *kept*: rows are reused."""
+        limit = self.pool.nbytes if kept else 0
+        index = PrefixIndex(
+            self.pages, page_bytes=self.pool.shape.page_bytes, limit_bytes=limit, align=lane.prefill_rows
+        )
         return SerialEngine(self.loaded, Placed(lane) if placed else lane, index)
 
     def error(self, lane: DenseInPlace) -> float:
@@ -189,6 +194,42 @@ def first_token(engine: SerialEngine, prompt: tuple[int, ...]) -> float:
     took = time.perf_counter() - began
     engine.stop()
     return took * 1e3
+
+
+def ids(engine: SerialEngine, request: EngineRequest) -> list[int]:
+    """The ids of the whole answer."""
+    engine.start(request, unheard)
+    found = [engine.step().token for _ in range(request.max_tokens)]
+    engine.stop()
+    return found
+
+
+def resumed(engine: SerialEngine, prompt: Sequence[int], cuts: Sequence[int], tokens: int) -> tuple[int, int]:
+    """Ids of greedy attempts that go on behind *cuts* of the *tokens* ids of a whole one: right ones, and all."""
+    request = EngineRequest(prompt=tuple(prompt), sampling=VARIED, max_tokens=tokens, cache=False)
+    whole = ids(engine, request)
+    right = 0
+    for cut in cuts:
+        rest = ids(engine, replace(request, drawn=tuple(whole[:cut]), max_tokens=tokens - cut))
+        right += sum(one == other for one, other in zip(rest, whole[cut:], strict=True))
+    return right, sum(tokens - cut for cut in cuts)
+
+
+def cancelled(engine: SerialEngine, prompt: Sequence[int], tokens: int) -> int:
+    """Greedy ids that stay the same behind a job that was cancelled after the prompt's last forward."""
+    request = EngineRequest(prompt=tuple(prompt), sampling=VARIED, max_tokens=tokens)
+    want = ids(engine, replace(request, cache=False))
+
+    def cancel(done: int, total: int) -> None:
+        if done == total:
+            raise Cancelled
+
+    with suppress(Cancelled):
+        engine.start(request, cancel)
+    engine.stop()
+    got = ids(engine, request)
+    engine.index.clear()
+    return sum(one == other for one, other in zip(got, want, strict=True))
 
 
 def first_token_mlx(model: Any, prompt: tuple[int, ...]) -> float:

@@ -234,7 +234,7 @@ class Back:
             self.outgoing.append((route, unknown))
             return
         worker.heard(now.mono, progressed=message.progress != worker.progress)
-        worker.progress = message.progress
+        worker.progress, worker.prefix = message.progress, message.prefix
         if message.lease == self._lease:
             worker.phase, worker.done, worker.total = message.phase, message.done, message.total
 

@@ -94,4 +94,6 @@ def _worker(back: Back, now: Now) -> dict[str, Any]:
             "heard_s": now.mono - back.worker.heard_at,
             "phase": back.worker.phase if back.state == "busy" else "idle",
         }
+        if back.worker.prefix is not None:
+            found["prefix"] = back.worker.prefix
     return found

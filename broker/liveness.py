@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from mtplx.messages import Ready
 
@@ -14,6 +15,7 @@ class LiveWorker:
     generation counts accepted READYs, so that a job is checked once against each worker's limits.
     progress is the worker's own counter, which grows with every prefill chunk and token.
     leaving: it said BYE and gets no further job.
+    prefix: what it counts of the reuse of prompts, for health; None where it reuses nothing.
     """
 
     route: bytes
@@ -26,6 +28,7 @@ class LiveWorker:
     done: int = 0
     total: int = 0
     leaving: bool = False
+    prefix: dict[str, Any] | None = None
 
     def heard(self, now: float, *, progressed: bool) -> None:
         """Note a message from the worker."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated
 
 
 class Wire(Enum):
@@ -38,9 +38,6 @@ Text = Annotated[str, STR, BODY, "Text these tokens release; empty while it is h
 Logprobs = tuple[tuple[tuple[int, float], ...], ...]
 LogprobsField = Annotated[
     Logprobs | None, Wire.LOGPROBS, BODY, "Per token the most likely ids with the log-softmax of the raw logits."
-]
-Speculation = Annotated[
-    dict[str, Any], Wire.MAP, BODY, "`drafted`, `accepted_by_depth`, `verify_forwards`, `widths`."
 ]
 Headers = Annotated[dict[str, str] | None, Wire.STR_MAP, "Trace context (`traceparent`, `tracestate`) and `x-*`."]
 Credit = Annotated[int | None, UINT, "How many chunks may be sent unasked; absent = no limit."]

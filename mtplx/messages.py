@@ -25,7 +25,6 @@ from mtplx.fields import (
     JobId,
     Lease,
     LogprobsField,
-    Speculation,
     Text,
     TokenIds,
     Wire,
@@ -301,7 +300,7 @@ class Final(Message):
     sha256: Annotated[str, STR, BODY, "As in DONE."]
     route: Annotated[str, STR, BODY, "`serial_b1`, or the width executor's name."]
     row_invariant: Annotated[bool, BOOL, BODY, "Whether rows are computed alike for every width."]
-    speculation: Speculation
+    speculation: Annotated[dict[str, Any], Wire.MAP, BODY, "As `run.speculation` of DONE."]
     prefix_exact: Annotated[bool, BOOL, BODY, "Whether the reused rows are those a cold run would write."] = True
 
 
@@ -331,6 +330,7 @@ class WorkerBeat(Message):
     done: Annotated[int, UINT, "As in PROGRESS."] = 0
     total: Annotated[int, UINT, "As in PROGRESS."] = 0
     epoch: Epoch = 0
+    prefix: Annotated[dict[str, Any] | None, Wire.MAP, "Counts of reuse; see What health tells."] = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,8 @@ def build(
         form=form,
     )
     _, info = lanes.build(loaded, options)
-    page_bytes = info["pool"]["bytes"] // info["pool"]["pages"]
+    pool = info.get("pool", {"bytes": 0, "pages": 1})
+    page_bytes = pool["bytes"] // pool["pages"]
     engine, _ = lanes.build(loaded, replace(options, kv_bytes=max(page_bytes, 1) * pages))
     index = engine.index
     if stored is not None:

@@ -66,11 +66,20 @@ class BrokerLostError(MtplxError):
 
 
 class Worker:
-    """Serves one broker until it is told to stop."""
+    """Serves one broker until it is told to stop. *counts*: as in `Engine`, asked after each attempt."""
 
-    def __init__(self, settings: Settings, offer: Offer, run: Runner, *, watch_stdin: bool = False) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        offer: Offer,
+        run: Runner,
+        *,
+        counts: Callable[[], dict[str, int] | None] = lambda: None,
+        watch_stdin: bool = False,
+    ) -> None:
         self._settings = settings
         self._run = run
+        self._counts = counts
         self._worker_id = secrets.token_bytes(16)
         self._ready = m.Ready(
             worker_id=self._worker_id,
@@ -82,7 +91,7 @@ class Worker:
             context=offer.context,
             info=offer.info,
         )
-        self._vitals = Vitals()
+        self._vitals = Vitals(prefix=counts())
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = worker_dealer(self._context, settings.endpoint("back"))
         self._pulse = Pulse(self._context, settings, self._worker_id, self._vitals, watch_stdin=watch_stdin)
@@ -220,6 +229,7 @@ class Worker:
             self._fail(run, fault)
             raise
         finally:
+            self._vitals.prefix = self._counts()
             self._vitals.rest()
 
     def _chunks(self, run: m.Run) -> Iterator[Chunk | JobFinal]:

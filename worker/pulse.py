@@ -36,8 +36,9 @@ STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class Vitals:
     """What the main thread is doing. Each field has one writer and is one assignment, which needs no lock.
 
-    progress only grows. epoch is that of the READY that was accepted, 0 while none is; unknown, written by the
-    pulse, is the latest epoch that the broker did not know.
+    progress only grows. prefix: what the engine counts of reuse, a new dict each time. epoch is that of the READY
+    that was accepted, 0 while none is; unknown, written by the pulse, is the latest epoch that the broker did not
+    know.
     """
 
     lease: int | None = None
@@ -47,6 +48,7 @@ class Vitals:
     total: int = 0
     epoch: int = 0
     unknown: int = 0
+    prefix: dict[str, int] | None = None
 
     @property
     def disowned(self) -> bool:
@@ -144,7 +146,14 @@ class Pulse(threading.Thread):
         if epoch == 0:
             return
         beat = m.WorkerBeat(
-            self._worker_id, vitals.progress, vitals.lease, vitals.phase, vitals.done, vitals.total, epoch
+            self._worker_id,
+            vitals.progress,
+            vitals.lease,
+            vitals.phase,
+            vitals.done,
+            vitals.total,
+            epoch,
+            vitals.prefix,
         )
         # With no broker there is nobody to tell, and the next beat says the same.
         with suppress(zmq.Again):

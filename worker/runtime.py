@@ -32,7 +32,8 @@ def start(settings: Settings, *, watch_stdin: bool = False) -> Worker:
     engine, info = engine_of(settings, loaded, kernels)
     engine.warm_up()
     run = partial(run_job, engine=engine, loaded=loaded, clock=perf_counter)
-    return Worker(settings, offer(settings, loaded, engine.capacity, info), run, watch_stdin=watch_stdin)
+    ready = offer(settings, loaded, engine.capacity, info)
+    return Worker(settings, ready, run, counts=engine.counts, watch_stdin=watch_stdin)
 
 
 def engine_of(settings: Settings, loaded: LoadedModel, kernels: Path | None) -> tuple[Engine, dict[str, Any]]:
@@ -59,7 +60,7 @@ def offer(settings: Settings, loaded: LoadedModel, capacity: int, info: dict[str
             "device": device_name(),
             "dtype": loaded.dtype,
             **info,
-            "context_why": _why(loaded.context, capacity),
+            "context_why": _why(loaded.context, capacity, pool="pool" in info),
             "width_executor": False,
             "versions": {
                 "python": platform.python_version(),
@@ -70,11 +71,13 @@ def offer(settings: Settings, loaded: LoadedModel, capacity: int, info: dict[str
     )
 
 
-def _why(context: int, capacity: int) -> str:
-    """What sets the most positions of a job, in words."""
-    memory = "the worker has memory for no more"
+def _why(context: int, capacity: int, *, pool: bool) -> str:
+    """What sets the most positions of a job, in words; *pool*: whether they lie in a pool of our own."""
+    limit, how = "the worker has memory for no more", "; --kv-memory sets it"
+    if not pool:
+        limit, how = "the worker takes no more", ""
     if context == MAX_INT:
-        return "the model names no context" + (f"; {memory}; --kv-memory sets it" if capacity < context else "")
+        return "the model names no context" + (f"; {limit}{how}" if capacity < context else "")
     if capacity < context:
-        return f"{memory} of the model's {context}; --kv-memory sets it"
+        return f"{limit} of the model's {context}{how}"
     return "the model's context"

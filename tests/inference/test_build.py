@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from tiny_models import make_mamba
 
 from worker.engine import self_check
 from worker.engine.build import IN_PLACE, TAIL_FORM, Options, build
-from worker.engine.load import LoadedModel
+from worker.engine.load import LoadedModel, load
 
 
 @pytest.mark.parametrize("form", [IN_PLACE, TAIL_FORM])
@@ -16,6 +19,17 @@ def test_a_form_that_is_given_is_taken_without_the_check_at_start(
     monkeypatch.setattr(self_check, "choose", lambda *_, **__: pytest.fail("the kernels were checked"))
     _, info = build(tiny, Options(form=form, kv_bytes=10**6))
     assert (info["lane"], info["form"], info["why"], info["kernels"]) == ("packed", form, "", {})
+
+
+def test_health_tells_a_pool_only_where_there_is_one(tiny: LoadedModel, tmp_path: Path) -> None:
+    _, info = build(tiny, Options(kv_bytes=10**6))
+    assert info["pool"]["pages"] > 1
+    assert 10**6 * 0.9 < info["pool"]["bytes"] <= 10**6
+    engine, info = build(load(make_mamba(tmp_path)), Options())
+    assert (info["lane"], info["form"]) == ("module", "mlx-lm")
+    assert "pool" not in info
+    assert engine.capacity > 10**6
+    assert "ArraysCache" in info["why"]
 
 
 def test_without_a_form_the_check_decides_and_says_why(tiny: LoadedModel) -> None:

@@ -10,14 +10,16 @@ import keyed_numpy
 import mlx.core as mx
 import numpy as np
 import pytest
+from eager_rule import by_the_law
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.engine import draw as draw_module
 from worker.engine import law as law_module
 from worker.engine.draw import COMMON, NOT_A_NUMBER, Draws, place, warm
+from worker.engine.draw_tree import tree_operand
 from worker.engine.law import Kind, law, operands, state
-from worker.engine.sample import KeyedSampler, RawLogits, Sampling, gumbel, key, penalties
+from worker.engine.sample import RawLogits, Sampling, gumbel, key, penalties
 
 WIDTH, VOCABULARY = 323, 319
 EVERYTHING = Sampling(
@@ -35,20 +37,10 @@ EVERYTHING = Sampling(
 FREE = {"width": WIDTH, "vocabulary": VOCABULARY}
 
 
-def by_the_law(logits, history, sampling, vocabulary=VOCABULARY):
-    """The token after *history* by mlx-lm's processors and the keyed sampler; logits [1, V]."""
-    tokens = mx.array(history, dtype=mx.uint32)
-    rows = RawLogits(vocabulary, logits.shape[-1], 0)(tokens, logits)
-    for processor in penalties(sampling):
-        rows = processor(tokens, rows)
-    rows = rows - mx.logsumexp(rows, axis=-1, keepdims=True)
-    return KeyedSampler(sampling, len(history))(rows).item()
-
-
-def answer_by_the_law(rows, history, sampling, vocabulary=VOCABULARY):
+def answer_by_the_law(rows, history, sampling):
     ids = list(history)
     for row in rows:
-        ids.append(by_the_law(row[None], ids, sampling, vocabulary))
+        ids.append(by_the_law(row[None], ids, sampling, VOCABULARY))
     return ids[len(history) :]
 
 
@@ -102,7 +94,7 @@ def test_rows_of_a_chain_are_drawn_as_alone_and_any_number_of_them_may_be_accept
     fed = [*fed[:-1], data.draw(st.integers(0, VOCABULARY - 1))] if count > 2 else fed
     draws = Draws(sampling, history, **FREE, compiled=False)
     drawn = draws.rows(rows[:count], mx.array(fed, dtype=mx.uint32), place(start))
-    alone = [by_the_law(rows[i : i + 1], [*history, *fed[1 : i + 1]], sampling) for i in range(count)]
+    alone = [by_the_law(rows[i : i + 1], [*history, *fed[1 : i + 1]], sampling, VOCABULARY) for i in range(count)]
     assert drawn.read.tolist() == alone
     for i in range(count):
         single = Draws(sampling, [*history, *fed[1 : i + 1]], **FREE, compiled=False)(
@@ -112,7 +104,7 @@ def test_rows_of_a_chain_are_drawn_as_alone_and_any_number_of_them_may_be_accept
         if sampling.logprobs:
             assert all(mx.array_equal(a[i], b) for a, b in zip(drawn.top, single.top, strict=True))
     kept = data.draw(st.integers(1, count))
-    draws.accept(mx.array([kept], dtype=mx.int32) if data.draw(st.booleans()) else kept)
+    draws.accept(range(kept))
     ids = [*history, *fed[1:kept], alone[kept - 1]]
     after = rows[count:]
     assert answer(draws, after, len(ids)) == answer_by_the_law(after, ids, sampling)
@@ -126,7 +118,7 @@ def test_chains_follow_chains_as_single_draws_follow_each_other():
         fed = mx.array(ids[done : done + count], dtype=mx.uint32)
         drawn = draws.rows(rows[done : done + count], fed, place(len(history) + done))
         assert drawn.read.tolist() == whole[done : done + count]
-        draws.accept(count)
+        draws.accept(range(count))
         done += count
     assert answer(draws, rows[done:], len(history) + done) == whole[done:]
 
@@ -137,7 +129,7 @@ def test_rows_alone_are_not_yet_history():
     draws.rows(rows, mx.array([6, 9, 9], dtype=mx.uint32), place(2))
     assert answer(draws, rows, 2) == answer_by_the_law(rows, history, EVERYTHING)
     with pytest.raises(RuntimeError, match="without rows"):
-        Draws(EVERYTHING, history, **FREE).accept(1)
+        Draws(EVERYTHING, history, **FREE).accept([0])
 
 
 @pytest.mark.parametrize("width", [1, 2, 7, 320])
@@ -245,7 +237,7 @@ def test_repetition_and_presence_penalties_are_mlx_lms_bit_by_bit_and_frequency_
         for sampling in (exact, replace(exact, frequency_penalty=float(rng.normal()))):
             kind = Kind.of(sampling, VOCABULARY, VOCABULARY, None)
             newest = mx.array(history[-1:], dtype=mx.uint32)
-            counts, _ = law_module._counts(kind, state(kind, history), newest)
+            counts, _ = law_module._counts(kind, state(kind, history), newest, None)
             ours = law_module._penalised(rows[0], counts, operands(sampling, kind))
             theirs = rows + 0  # mlx-lm's processors write into what they are given
             for processor in penalties(sampling):
@@ -280,7 +272,7 @@ def test_compiled_draws_are_the_eager_ones_bit_by_bit(sampling, dtype):
     for compiled in (False, True):
         draws = Draws(sampling, history, **FREE, compiled=compiled)
         seen.append([draws.rows(rows[:5], fed, place(4))])
-        draws.accept(3)
+        draws.accept([0, 1, 2])
         seen[-1] += [draws(rows[i : i + 1], place(i + 2)) for i in range(5, 12)]
     for eager, graph in zip(*seen, strict=True):
         assert mx.array_equal(eager.token, graph.token)
@@ -331,6 +323,7 @@ def test_each_seed_and_position_has_its_own_noise():
         mx.zeros(3, dtype=mx.uint32),
         state(kind, [0]),
         *operands(Sampling(seed=6, temperature=1.0), kind),
+        tree_operand(None, 3, (0, 1)),
     )
     assert drawn[0].tolist() == [mx.argmax(gumbel(key(6, 50 + j), WIDTH)).item() for j in range(3)]
 

@@ -19,7 +19,7 @@ from worker.engine.probe import graph_nodes
 from worker.engine.verify_bank import SIZES, Switches, VerifyBank, size_for
 from worker.kernels import dialect
 from worker.kernels.rope_write import Heads, rope_write
-from worker.kv.pages import Pages
+from worker.kv.pages import Copy, Pages
 from worker.kv.pool import Pool, Shape
 from worker.kv.prefix import Opened, PrefixIndex
 
@@ -140,6 +140,41 @@ def test_rows_that_were_taken_back_leave_no_trace(form: str, rows: int) -> None:
             rig.lane.settle()
         got = mx.concatenate(got)
         assert mx.abs(got - want[30:at]).max() < 2e-5 * mx.abs(want).max()
+
+
+@pytest.mark.parametrize(("form", "rows"), FORMS)
+def test_a_table_that_changed_at_the_same_length_is_seen(form: str, rows: int) -> None:
+    """The next row lies in a page that the sequence got after the forward before, or got anew."""
+    model = bare()
+    rig = make(pack(model), form, rows)
+    want = model(mx.array([IDS[:72]]))[0]
+    sequence = rig.index.pages.reserve(64)
+    rig.lane.begin(Opened(sequence, tuple(IDS[:56]), b"", False, (), 0, True))
+    rig.read(IDS[:56], rows if rows > 1 else 56)
+    got = [rig.lane.rows(mx.array(IDS[56:64], dtype=mx.uint32))]
+    rig.lane.settle()
+    sequence.reserve(96)
+    got.append(rig.lane.rows(mx.array(IDS[64:68], dtype=mx.uint32)))
+    rig.lane.settle()
+    # Another sequence relies on these rows, which are then taken back, and counted again behind copies.
+    twin, copies = sequence.fork(96)
+    rig.pool.copy(copies)
+    sequence.fix(68)
+    copies = sequence.truncate(63)
+    rig.pool.copy(copies)
+    sequence.append(1, prompt=False)
+    rig.pool.copy([Copy(twin.table[1], sequence.table[1], 32), Copy(twin.table[2], sequence.table[2], 4)])
+    sequence.append(4, prompt=False)
+    got.append(rig.lane.rows(mx.array(IDS[68:72], dtype=mx.uint32)))
+    assert mx.abs(mx.concatenate(got) - want[56:72]).max() < 2e-5 * mx.abs(want).max()
+    # What the twin holds is untouched.
+    rig.lane.end()
+    sequence.release()
+    rig.lane.begin(Opened(twin, (), b"", False, (), 68, True))
+    again = rig.lane.rows(mx.array(IDS[68:72], dtype=mx.uint32))
+    assert mx.abs(again - want[68:72]).max() < 2e-5 * mx.abs(want).max()
+    rig.lane.end()
+    twin.release()
 
 
 def test_the_tail_form_copies_no_pool_while_steps_run_ahead() -> None:

@@ -60,12 +60,31 @@ def test_where_there_is_less_it_takes_half_of_what_weights_and_reserve_leave():
     assert 64 < positions_within(pages, 128) < LARGE.context, "a pool smaller than the context is fine"
 
 
-@pytest.mark.parametrize("used", [GB, 8 * GB, 9 * GB])
-def test_where_there_is_nothing_left_it_still_holds_a_short_job(used):
+@pytest.mark.parametrize("used", [8 * GB, 9 * GB])
+def test_where_there_is_nothing_left_it_still_holds_a_short_job(used, caplog):
     for need in (SMALL, LARGE):
-        pages = pool_pages(None, Room(8 * GB, used), Need(**{**fields(need), "reserve": 8 * GB}))
+        pages = pool_pages(None, Room(8 * GB, used), need)
         assert pages == need.least
         assert positions_within(pages, need.prefill_rows) >= memory.LEAST_POSITIONS
+    assert ["--kv-memory" in one.getMessage() for one in caplog.records] == [True, True]
+
+
+@pytest.mark.parametrize(("need", "advice"), [(SMALL, "smaller --prefill-chunk"), (LARGE, "another model")])
+def test_a_long_prefill_forward_takes_no_more_than_a_quarter_of_what_is_left(need, advice, caplog):
+    """With 4000 ids a forward the reserve alone would take a machine of 8 GB whole, and the pool hold 64 tokens."""
+    greedy = Need(**{**fields(need), "reserve": prefill_bytes(4000, 151936)})
+    pages = pool_pages(None, Room(8 * GB, 6 * GB), greedy)
+    assert pages == min(750_000_000 // need.page_bytes, 2 * need.pages(need.context))
+    (warned,) = caplog.records
+    assert warned.levelname == "WARNING"
+    assert advice in warned.getMessage()
+    assert warned.getMessage().startswith("little memory: 2GB are left beside the 6GB in use")
+
+
+def test_where_the_reserve_fits_nothing_is_said(caplog):
+    pool_pages(None, Room(16 * GB, 5 * GB), LARGE)
+    pool_pages(10**9, Room(16 * GB, 15 * GB), LARGE)
+    assert caplog.records == []
 
 
 def test_a_model_that_names_no_context_gets_a_pool_of_bounded_size():

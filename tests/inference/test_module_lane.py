@@ -158,12 +158,21 @@ class Odd:
             return logits + 0 * cache[0].keys.sum()
         if self._habit == "answers by class":
             return logits * (1.0 if type(cache[0]) is KVCache else 0.5)
+        if self._habit == "knows classes by name":
+            return logits * {"KVCache": 1.0}[type(cache[0]).__name__]
+        if self._habit == "refuses" and type(cache[0]) is not KVCache:
+            raise NotImplementedError
         return logits
 
 
 @pytest.mark.parametrize(
     ("habit", "why"),
-    [("looks inside", "in a way of its own .*keys"), ("answers by class", "answers otherwise from pages")],
+    [
+        ("looks inside", "in a way of its own .*keys"),
+        ("answers by class", "answers otherwise from pages"),
+        ("knows classes by name", r"in a way of its own \('PagedCache'\)"),
+        ("refuses", r"in a way of its own \(NotImplementedError\)"),
+    ],
 )
 def test_a_model_that_cannot_use_pages_keeps_mlx_lms_caches_and_says_why(llama, habit, why):
     assert look_at(Odd(llama, "")).why == ""
@@ -321,6 +330,12 @@ def test_neither_prefill_nor_decode_copies_a_pool(llama):
     mx.reset_peak_memory()
     mx.eval(serial.lane.rows(mx.array([1], dtype=mx.uint32)))
     assert mx.get_peak_memory() - before > layer
+
+
+def test_memory_kept_for_reuse_is_given_back_by_the_engine_alone(model, monkeypatch):
+    """It does so every 2048 rows: given back after each chunk it would be asked for again by the next."""
+    monkeypatch.setattr(mx, "clear_cache", lambda: pytest.fail("the lane freed what it needs again"))
+    assert len(Serial(model, chunk=10).answer(prompt(45), 2)) == 2
 
 
 def test_jobs_leave_nothing_behind(llama):

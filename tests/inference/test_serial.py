@@ -9,6 +9,7 @@ from typing import Any, cast
 import mlx.core as mx
 import pytest
 
+from worker.engine import serial
 from worker.engine.engine import Cancelled, EngineRequest, NumericError
 from worker.engine.forward import positions_within
 from worker.engine.load import LoadedModel
@@ -228,3 +229,40 @@ def test_a_warm_up_over_bad_numbers_is_no_error() -> None:
     rig = Rig(Script(spoiled=3))
     rig.engine.warm_up()
     rig.check(held=0)
+
+
+def test_what_is_reused_stored_and_evicted_is_counted_for_health() -> None:
+    rig = Rig(Script())
+    assert set(rig.engine.counts().values()) == {0}
+    for first in (0, 0, 50):
+        rig.start([(first + place) % WIDTH for place in range(200)], budget=5)
+        rig.engine.stop()
+    counts = {
+        "opened": 3,
+        "hits": 1,
+        "reused_tokens": 199,
+        "stored_pages": 14,
+        "evicted_pages": 2,
+        "held_pages": 12,
+    }
+    assert rig.engine.counts() == counts
+    rig.start(range(50), cache=False)
+    rig.engine.stop()
+    # A job without reuse takes room all the same.
+    assert rig.engine.counts() == {**counts, "evicted_pages": 5, "held_pages": 9}
+    without = Script()
+    without.prefix_reuse = False
+    assert Rig(without).engine.counts() is None
+
+
+def test_memory_kept_for_reuse_is_given_back_now_and_then_and_behind_the_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serial, "_FREED_EVERY", 100)
+    rig = Rig(Script(), chunk=30)
+    monkeypatch.setattr(mx, "clear_cache", lambda: rig.lane.heard.append("freed"))
+    rig.start(range(250))
+    rig.draw(3)
+    reads = [one for one in rig.lane.heard if one == "freed" or one[0] == "read"]
+    whole = ("read", 30)
+    assert reads == [*[whole] * 4, "freed", *[whole] * 3, "freed", whole, ("read", 10), "freed"]

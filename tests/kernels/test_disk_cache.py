@@ -118,29 +118,79 @@ def test_mlx_is_not_pointed_anywhere_without_cuda(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX runs on CUDA."""
     monkeypatch.setattr(disk_cache, "target", lambda: "cuda")
     monkeypatch.setattr(disk_cache, "architecture", lambda: "sm_90a")
-    monkeypatch.setattr(disk_cache.mx, "default_device", lambda: mx.Device(mx.gpu))
+
+
+def opened(tmp_path: Path) -> Path:
     found = disk_cache.open_folder(tmp_path)
     assert found is not None
     return found
 
 
+@pytest.mark.usefixtures("cuda")
 def test_on_cuda_mlx_looks_into_a_folder_of_this_version_and_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLX_PTX_CACHE_DIR", raising=False)
-    found = opened(tmp_path, monkeypatch)
+    found = opened(tmp_path)
     assert found.parent == tmp_path / "kernels"
     assert found.name.endswith("-sm_90a")
     assert os.environ["MLX_PTX_CACHE_DIR"] == str(found)
     assert found.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.usefixtures("cuda")
 def test_a_folder_that_somebody_chose_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "mine"))
-    assert opened(tmp_path, monkeypatch) == tmp_path / "mine"
+    assert opened(tmp_path) == tmp_path / "mine"
+
+
+DAY_S = 24 * 3600.0
+
+
+@pytest.mark.usefixtures("cuda")
+def test_folders_of_other_versions_are_dropped_when_unused_for_a_month(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLX_PTX_CACHE_DIR", raising=False)
+    now = 1000 * DAY_S
+    kept = tmp_path / "kernels"
+    for name, days in {"mlx-0.1-sm_90a": 31, "mlx-0.2-sm_80": 29, "mine": 400, "mlx-0.3-sm_70": 0}.items():
+        (kept / name).mkdir(parents=True)
+        (kept / name / "some.ptx").write_bytes(b"code")
+        os.utime(kept / name, (now - days * DAY_S,) * 2)
+    (kept / "mlx-link").symlink_to(kept / "mine")
+    (kept / "mlx-file").touch()
+    own = disk_cache.open_folder(tmp_path, lambda: now)
+    assert own is not None
+    names = {"mlx-0.2-sm_80", "mine", "mlx-0.3-sm_70", "mlx-link", "mlx-file", own.name}
+    assert {path.name for path in kept.iterdir()} == names
+    # Opened again all the time, the folder is in use although nothing new is kept there.
+    monkeypatch.delenv("MLX_PTX_CACHE_DIR")
+    for day in range(0, 60, 20):
+        disk_cache.open_folder(tmp_path, lambda day=day: now + day * DAY_S)
+    monkeypatch.delenv("MLX_PTX_CACHE_DIR")
+    monkeypatch.setattr(disk_cache, "architecture", lambda: "sm_100a")
+    other = disk_cache.open_folder(tmp_path, lambda: now + 65 * DAY_S)
+    assert other is not None
+    assert {path.name for path in kept.iterdir()} == {"mine", "mlx-link", "mlx-file", own.name, other.name}
+
+
+@pytest.mark.usefixtures("cuda")
+def test_beside_a_folder_that_somebody_chose_nothing_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "theirs" / "mlx-chosen"))
+    for place in (tmp_path / "theirs", tmp_path / "kernels"):
+        (place / "mlx-old").mkdir(parents=True)
+        os.utime(place / "mlx-old", (0.0, 0.0))
+    assert disk_cache.open_folder(tmp_path, lambda: 1000 * DAY_S) is not None
+    assert (tmp_path / "theirs" / "mlx-old").exists()
+    assert (tmp_path / "kernels" / "mlx-old").exists()
 
 
 def elf(size: int) -> bytes:
@@ -149,6 +199,7 @@ def elf(size: int) -> bytes:
     return head + bytes(max(size - len(head), 0))
 
 
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize(
     ("code", "names", "stays"),
     [
@@ -165,11 +216,11 @@ def test_a_file_that_mlx_could_not_finish_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: bytes, names: bytes | None, stays: bool
 ) -> None:
     monkeypatch.delenv("MLX_PTX_CACHE_DIR", raising=False)
-    found = opened(tmp_path, monkeypatch)
+    found = opened(tmp_path)
     (found / "some.ptx").write_bytes(code)
     if names is not None:
         (found / "some.txt").write_bytes(names)
-    opened(tmp_path, monkeypatch)
+    opened(tmp_path)
     assert (found / "some.ptx").exists() is stays
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from kernels.emulated import Machine
+from mlx import nn
 from tiny_models import Kind, make_llama
 
 from worker import probe as program
 from worker.engine import probe
 from worker.engine.probe import Extent, Wish
 from worker.engine.self_check import Sizes
+from worker.kernels.dialect import Launch
 
 FEW = Extent(
     rows=(1, 4),
@@ -70,3 +73,37 @@ def test_a_machine_that_loses_writes_says_where(wish: Wish, monkeypatch: pytest.
     assert "wrong" in report["kernels"]["rope_write"]["state"]
     assert "does_not_apply" in report["in_place"]
     assert "waiting" in report["cost_ms"]
+
+
+def test_a_kernel_that_is_refused_at_the_longest_context_alone_is_noted(
+    wish: Wish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(launch: Launch) -> bool:
+        named = dict(zip(launch.kernel.inputs, launch.arrays, strict=True))
+        return launch.kernel.name == "attention_fma" and named["meta"][0].item() == 40
+
+    with Machine(refused=refused).on(monkeypatch):
+        report = probe.probe(wish, unsaid)
+    said = "Unable to build metal library from source: attention_fma"
+    assert report["form"] == "in place"
+    assert report["kernels"]["attention"]["state"] == "on"
+    assert report["kernels"]["attention"]["alone_us"] == {"what": "rows: 1, positions before: 40", "refused": said}
+    assert report["kernels"]["matvec"]["alone_us"]["kernel"] > 0
+    for costs in report["cost_ms"].values():
+        assert set(costs["8"]) == {"1", "4"}
+        assert costs["40"] == {"refused": said}
+    assert json.loads(json.dumps(report)) == report
+    assert any(line.startswith("attention ") and line.endswith(" on") for line in program.lines(report))
+
+
+def test_a_model_whose_weights_our_products_do_not_serve_is_measured_with_mlxs(
+    wish: Wish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = wish.model()
+    nn.quantize(loaded.model, 32, 6)
+    with Machine().on(monkeypatch):
+        report = probe.probe(replace(wish, model=lambda: loaded), unsaid)
+    assert report["form"] == "in place"
+    assert report["kernels"]["matvec"] == {"state": "does not serve 6-bit weights"}
+    assert set(report["cost_ms"]) == {"MLX's products"}
+    assert not report["row_invariance"]["promised"]

@@ -31,12 +31,12 @@ ALL_ON = dict.fromkeys(("attention", "rope_write", "read_pages", "matvec", "swig
 
 
 def packed(
-    kind: str = "llama", dtype: mx.Dtype = mx.float32, *, quantized: bool = False, **changed: object
+    kind: str = "llama", dtype: mx.Dtype = mx.float32, *, quantized: bool = False, bits: int = 4, **changed: object
 ) -> Packed:
     model = bare(kind, **{"num_hidden_layers": 1, **changed})
     model.set_dtype(dtype)
     if quantized:
-        nn.quantize(model, 32, 4)
+        nn.quantize(model, 32, bits)
     mx.eval(model.parameters())
     return pack(model)
 
@@ -67,6 +67,52 @@ def test_right_kernels_are_on(
     assert choice.switches == Switches()
     assert set(choice.report["seconds"]) == {"compile", "check", "trial", "time"}
     assert choice.report["trial"]["steps"] == 24
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("bits", [3, 6])
+def test_weights_that_our_products_do_not_serve_are_mlxs_and_health_says_so(
+    bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine()
+    choice = chosen(machine, monkeypatch, packed(quantized=True, bits=bits))
+    assert choice.in_place
+    assert choice.switches == Switches(matvec=False)
+    assert choice.kernels == {**ALL_ON, "matvec": f"does not serve {bits}-bit weights"}
+    assert "matvec_affine" not in machine.launches
+
+
+@pytest.mark.usefixtures("quick")
+def test_where_some_weights_are_not_served_the_others_are_checked_in_every_layer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = bare(num_hidden_layers=3)
+    for layer, bits in zip(model.model.layers, (6, 4, 8), strict=True):
+        nn.quantize(layer, 32, bits)
+    found = pack(model)
+    with Machine().on(monkeypatch):
+        choice = choose(found, prefill_rows=ROWS, sizes=FEW)
+        products = {
+            (one.rows.name, getattr(one.rows.weight, "bits", 0))
+            for one in cases(found, ROWS, (1,), (0,))
+            if isinstance(one, Product)
+        }
+    assert choice.kernels == {**ALL_ON, "matvec": "on; does not serve 6-bit weights"}
+    assert choice.switches == Switches()
+    assert caplog.records == []
+    four = {(name, bits) for name in ("qkv", "out", "gate_up", "down") for bits in (4, 8)}
+    assert products == {*four, ("head", 0)}
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_mlp_that_no_kernel_serves_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = chosen(Machine(), monkeypatch, packed(intermediate_size=100))
+    assert choice.in_place
+    assert choice.kernels == {
+        **ALL_ON,
+        "matvec": "on; does not serve weights 100 wide",
+        "swiglu": "does not serve an MLP 100 wide",
+    }
 
 
 def test_on_the_cpu_there_is_nothing_to_check() -> None:

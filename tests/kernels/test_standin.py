@@ -106,8 +106,23 @@ def test_16_bit_floats_convert_as_the_machine_does(dtype: mx.Dtype) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("metal", "cuda", "kind"), [(True, False, "metal"), (False, True, "cuda"), (False, False, None)]
+)
+def test_kernels_run_where_mlx_computes_and_that_may_change(
+    metal: bool, cuda: bool, kind: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: cuda)
+    found = []
+    for device in (mx.gpu, mx.cpu, mx.gpu):
+        monkeypatch.setattr(mx, "default_device", lambda device=device: mx.Device(device))
+        found.append((target(), chosen(None)))
+    assert found == [(kind, kind), (None, None), (kind, kind)]
+
+
 def test_without_a_gpu_the_plain_operations_are_chosen() -> None:
-    if target() is None:
+    if mx.default_device().type == mx.DeviceType.cpu:
         assert chosen(None) is None
     assert chosen(False) is None
     assert build.cache_info().currsize >= 0

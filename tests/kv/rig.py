@@ -60,6 +60,14 @@ class Rig:
         self.stored: dict[tuple[bytes, tuple[int, ...]], int] = {}
         self.cleared = False
 
+    def room(self) -> int:
+        """Tokens, prompt and budget together, up to which `open` would not refuse now."""
+        return (self.pages.free + self.index._evictable(())) * PAGE
+
+    @property
+    def bytes_held(self) -> int:
+        return self.index.pages_held * PAGE_BYTES
+
     # --- the moves of a job
 
     def open(self, ids, budget: int = 0, owner: bytes = b"", cache: Cache = True) -> Run | None:
@@ -67,7 +75,7 @@ class Rig:
         before = self.books()
         expected = self.index.lookup(ids, owner=owner, cache=cache)
         self.expect(expected, ids, owner, cache)
-        room = self.index.room()
+        room = self.room()
         assert self.books() == before, "looking changes nothing"
         try:
             opened = self.index.open(ids, len(ids) + budget, owner=owner, cache=cache)
@@ -217,7 +225,7 @@ class Rig:
 
     def check(self) -> None:
         self.index.check()
-        assert self.index.bytes_held <= self.index._limit_pages * PAGE_BYTES
+        assert self.bytes_held <= self.index._limit_pages * PAGE_BYTES
         for run in self.runs:
             self.check_rows(run)
         for owner, root in self.index._roots.items():

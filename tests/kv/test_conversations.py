@@ -103,7 +103,7 @@ def schedule(seed: int) -> None:
         opened = rig.answer(prompt, owner=b"%d" % (place % 3), cache=cache, draws=draws, chunk=64)
         hits += opened.cached > 0
         talks[place] = prompt + draws if len(prompt) < 250 else text(draw.randrange(3), 20)
-    assert rig.index.bytes_held <= rig.index._limit_pages * 1000
+    assert rig.bytes_held <= rig.index._limit_pages * 1000
 
 
 @pytest.mark.parametrize("seed", range(20))

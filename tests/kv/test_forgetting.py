@@ -62,7 +62,7 @@ def test_a_page_is_not_forgotten_before_one_that_a_running_sequence_holds():
     assert rig.store(long) == 64
     rig.answer(text(3, 32))
     assert rig.index.lookup(text(1, 64), owner=b"", cache=True).length == 63
-    assert (rig.pages.free, rig.index.room()) == (3, 3 * PAGE)
+    assert (rig.pages.free, rig.room()) == (3, 3 * PAGE)
     assert rig.open(text(2, 32), 3 * PAGE) is None
     assert rig.open(text(2, 32), 2 * PAGE) is not None
     rig.check()
@@ -84,7 +84,7 @@ def test_a_sequence_above_the_limit_keeps_its_beginning():
     rig.answer(text(1, 40))
     rig.answer(text(2, 200))
     assert rig.index.lookup(text(2, 200), owner=b"", cache=True).length == 96
-    assert rig.index.bytes_held == 3 * PAGE_BYTES
+    assert rig.bytes_held == 3 * PAGE_BYTES
 
 
 def test_a_limit_below_one_page_switches_the_index_off():
@@ -109,7 +109,7 @@ def test_pages_that_a_running_sequence_holds_are_not_forgotten():
 def test_stored_pages_make_room_for_a_job_that_needs_the_pool(rig):
     for seed in range(6):
         rig.answer(text(seed, 64))
-    assert (rig.pages.free, rig.index.room()) == (0, 12 * PAGE)
+    assert (rig.pages.free, rig.room()) == (0, 12 * PAGE)
     run = rig.open(text(5, 64), 10 * PAGE)
     assert run.opened.cached == 32, "a copy of the second page would be one page too many"
     assert len(run.sequence.table) == 12
@@ -133,7 +133,7 @@ def test_a_refusal_counts_what_could_be_had(rig):
         rig.index.open(text(1, 64), 6 * PAGE, owner=b"", cache=True)
     assert (refused.value.needed, refused.value.free, refused.value.count) == (5, 4, 12)
     assert rig.index.pages_held == 2
-    assert rig.index.room() == 5 * PAGE
+    assert rig.room() == 5 * PAGE
 
 
 def test_settings_without_sense_are_refused():

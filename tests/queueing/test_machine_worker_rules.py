@@ -434,3 +434,16 @@ def test_figures_too_large_for_a_frame_neither_end_the_broker_nor_the_jobs_last_
         rig.final(speculation=speculation)
         assert rig.last_word(number).outcome == "stop"
     wire.encode(m.StatusReply(rig.status()))
+
+
+def test_health_tells_what_the_worker_counts_of_reuse_and_forgets_it_with_the_worker():
+    rig = Rig()
+    rig.ready()
+    assert "prefix" not in rig.status()["worker"]
+    for counts in ({"hits": 1, "reused_tokens": 64}, {"hits": 2, "reused_tokens": 99}):
+        rig.beat(prefix=counts)
+        assert rig.status()["worker"]["prefix"] == counts
+    rig.wait(11, beats=False)
+    assert "prefix" not in rig.status()["worker"]
+    rig.ready(worker_id=bytes(16))
+    assert "prefix" not in rig.status()["worker"]

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
 from typing import Any
 
 import click
@@ -112,7 +113,8 @@ def serve(settings: Settings, *, fault: str, grace_s: float) -> None:
     offer = loop.Offer(
         mode=str(settings.scheduler_mode), stage="h0", model="loop", vocabulary=1000, context=32768, info={}
     )
-    worker = loop.Worker(settings, offer, run)
+    jobs = count()
+    worker = loop.Worker(settings, offer, run, counts=lambda: {"opened": next(jobs)})
     try:
         worker.serve()
     finally:

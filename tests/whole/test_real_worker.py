@@ -118,6 +118,23 @@ def test_one_seed_gives_one_text_and_no_seed_gives_another_each_time(line: Servi
     assert ask(producer, **fields, seed=between.seed).sha256 == between.sha256
 
 
+def test_health_counts_what_jobs_reuse_of_each_other(line: Service) -> None:
+    producer = line.producer()
+    before = producer.health()["worker"]["prefix"]
+    words = [
+        ask(producer, prompt="the quick brown fox " * 12, max_tokens=2, cache=cache)
+        for cache in (True, True, False)
+    ]
+    reused = words[1].usage["cached_tokens"]
+    assert reused > 0
+    ends = time.monotonic() + LIMIT_S
+    while (after := producer.health()["worker"]["prefix"])["opened"] < before["opened"] + 2:
+        assert time.monotonic() < ends, "no beat told"
+    assert after["hits"] >= before["hits"] + 1
+    assert after["reused_tokens"] >= before["reused_tokens"] + reused
+    assert after["held_pages"] >= before["held_pages"]
+
+
 def test_serial_and_hyper_at_width_one_draw_the_same_trajectory(line: Service, model: Path) -> None:
     fields = {"prompt": "wise owls watch", "max_tokens": 24, "temperature": 0.7, "seed": 5}
     hyper = ask(line.producer(), **fields)

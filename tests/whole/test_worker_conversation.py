@@ -257,6 +257,17 @@ def test_an_answer_to_an_old_beat_does_not_cost_the_worker_its_new_job(tmp_path)
         assert chunks
 
 
+def test_beats_tell_what_the_engine_counts_anew_after_each_job(tmp_path):
+    with bare(tmp_path) as (broker, _):
+        broker.welcome(beat_ms=50)
+        assert broker.beat()[1].prefix == {"opened": 0}
+        for lease in (1, 2):
+            broker.run(Job(prompt="x", max_tokens=2), lease=lease)
+            broker.answer()
+            while (beat := broker.beat()[1]).lease is not None or beat.prefix != {"opened": lease}:
+                assert beat.prefix == {"opened": lease - 1}
+
+
 def test_a_worker_that_the_broker_forgot_drops_its_job_and_offers_itself_again(tmp_path):
     with bare(tmp_path) as (broker, _):
         ready = broker.welcome(beat_ms=50)

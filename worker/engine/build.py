@@ -74,7 +74,7 @@ class Lane:
     """A lane with its books.
 
     name: "packed" or "module". form: of its cache. why: what keeps it off the fast path, empty if nothing does.
-    kernels: each kernel's name, and "on" or why it is off.
+    kernels: each kernel's name, and as in `self_check.Choice`.
     """
 
     name: str
@@ -100,13 +100,15 @@ def build(loaded: LoadedModel, options: Options) -> tuple[SerialEngine, dict[str
         limit_bytes=limit,
         align=lane.forward.prefill_rows,
     )
+    # Without pages the books only count what mlx-lm's own caches may grow to: there is no pool to tell of.
+    pool = {"pool": {"pages": lane.pages.count, "bytes": limit, "tokens": lane.forward.capacity}} if limit else {}
     info = {
         "lane": lane.name,
         "form": lane.form,
         "row_invariant": lane.forward.row_invariant,
         "prefill_rows": lane.forward.prefill_rows,
         "prefix_reuse": lane.forward.prefix_reuse,
-        "pool": {"pages": lane.pages.count, "bytes": limit, "tokens": lane.forward.capacity},
+        **pool,
         "why": lane.why,
         "kernels": lane.kernels,
     }

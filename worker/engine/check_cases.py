@@ -16,13 +16,12 @@ import mlx.core as mx
 import numpy as np
 
 from worker.engine.packed import Layer, Linear, Packed
-from worker.kernels import read_pages, rope_write
+from worker.kernels import read_pages, rope_write, swiglu
 from worker.kernels.attention import attend
 from worker.kernels.dialect import MAX_ROWS, PAGE
-from worker.kernels.matvec import Affine, Extras, matvec
+from worker.kernels.matvec import Affine, Extras, matvec, serves, unserved
 from worker.kernels.matvec import reference as plain_matvec
 from worker.kernels.operands import width_of
-from worker.kernels.swiglu import swiglu
 from worker.kv.pages import pages_for
 
 Result = tuple[mx.array, mx.array | None]
@@ -51,8 +50,11 @@ class Case(Protocol):
 
 
 def cases(packed: Packed, prefill_rows: int, sizes: Sequence[int], contexts: Sequence[int]) -> Iterator[Case]:
-    """Every kernel for every row count of *sizes*, the attention behind every one of *contexts*."""
-    # Layers are alike, but for whether they turn.
+    """Every kernel for every row count of *sizes*, the attention behind every one of *contexts*.
+
+    What a kernel does not serve is computed by plain operations and is no case of it: `left_out` tells it.
+    """
+    # Layers are alike, but for whether they turn and how their weights are packed.
     kinds = {layer.heads: layer for layer in packed.layers}
     for count in sizes:
         for layer in kinds.values():
@@ -62,12 +64,21 @@ def cases(packed: Packed, prefill_rows: int, sizes: Sequence[int], contexts: Seq
         for start in (0, prefill_rows):
             yield Write(packed, layer, prefill_rows, start)
     yield Read(packed, prefill_rows)
-    for name, linear, extras in _products(packed):
+    for name, linear, extras in _served(packed):
         rows_of = _Rows(packed, name, linear, extras)
         for count in sizes:
             yield Product(rows_of, count)
-    for count in (*sizes, prefill_rows):
-        yield Activation(packed, count)
+    if swiglu.serves(_gates(packed.layers[0])):
+        for count in (*sizes, prefill_rows):
+            yield Activation(packed, count)
+
+
+def left_out(packed: Packed) -> dict[str, str]:
+    """What of the model a kernel does not serve, in words, by the kernel's name in health."""
+    weights = dict.fromkeys(filter(None, map(unserved, packed.weights)))
+    width = _gates(packed.layers[0])
+    found = {"matvec": ", ".join(weights), "swiglu": "" if swiglu.serves(width) else f"an MLP {width // 2} wide"}
+    return {name: what for name, what in found.items() if what}
 
 
 def some(shape: Sequence[int], dtype: mx.Dtype, seed: int) -> mx.array:
@@ -78,10 +89,27 @@ def some(shape: Sequence[int], dtype: mx.Dtype, seed: int) -> mx.array:
     return mx.array(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)).astype(dtype)
 
 
-def _products(packed: Packed) -> Iterator[tuple[str, Linear, Extras]]:
-    """The products as `VerifyBank` asks for them; `add` of a residual is [16, N]."""
-    layer, eps, width = packed.layers[0], packed.eps, packed.norm.size
-    residual = some((MAX_ROWS, width), packed.dtype, 1)
+def _gates(layer: Layer) -> int:
+    """How many rows the joint weight of gate and up has."""
+    weight = layer.gate_up.weight
+    return int((weight.words if isinstance(weight, Affine) else weight).shape[0])
+
+
+def _served(packed: Packed) -> Iterator[tuple[str, Linear, Extras]]:
+    """The products that the kernel serves, one of each name and packing: layers may differ in their bits."""
+    known, residual = set(), some((MAX_ROWS, packed.norm.size), packed.dtype, 1)
+    for layer in packed.layers:
+        for name, linear, extras in _products(packed, layer, residual):
+            weight = linear.weight
+            kind = (name, (weight.bits, weight.group) if isinstance(weight, Affine) else None)
+            if serves(weight) and kind not in known:
+                known.add(kind)
+                yield name, linear, extras
+
+
+def _products(packed: Packed, layer: Layer, residual: mx.array) -> Iterator[tuple[str, Linear, Extras]]:
+    """The products as `VerifyBank` asks for them; *residual*: what is added, [16, N]."""
+    eps = packed.eps
     yield "qkv", layer.qkv, Extras(norm=layer.input_norm, eps=eps, add=layer.qkv.bias)
     yield "out", layer.out, Extras(add=residual)
     if layer.gate_up.bias is None:
@@ -246,15 +274,13 @@ class Activation(_Plain):
     kernel: Final = "swiglu"
 
     def __init__(self, packed: Packed, count: int) -> None:
-        weight = packed.layers[0].gate_up.weight
-        width = weight.words.shape[0] if isinstance(weight, Affine) else weight.shape[0]
         self.what = f"rows: {count}"
-        self._joint = some((count, width), packed.dtype, 5)
+        self._joint = some((count, _gates(packed.layers[0])), packed.dtype, 5)
 
     def got(self) -> Result:
         """As in `Case`."""
-        return swiglu(self._joint), None
+        return swiglu.swiglu(self._joint), None
 
     def want(self) -> Result:
         """As in `Case`."""
-        return swiglu(self._joint, use_kernel=False), None
+        return swiglu.swiglu(self._joint, use_kernel=False), None

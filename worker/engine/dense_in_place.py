@@ -41,7 +41,8 @@ class DenseInPlace:
         self._width = max(8, 1 + pool.pages)
         self._sequence: Sequence | None = None
         self._meta: mx.array | None = None
-        self._meta_length = -1
+        # Length of the sequence and version of its table for which meta was made.
+        self._meta_of = (-1, -1)
         self._latest: mx.array | None = None
 
     def begin(self, opened: Opened) -> None:
@@ -84,11 +85,11 @@ class DenseInPlace:
         if size > count:
             tokens = mx.concatenate([tokens, mx.zeros((size - count,), dtype=tokens.dtype)])
         meta = self._meta
-        if meta is None or self._meta_length != sequence.length:
+        if meta is None or self._meta_of != (sequence.length, sequence.version):
             meta = self._meta_at(sequence.length)
         logits, after, self._pool.arrays = self.bank.run(tokens, meta, self._pool.arrays)
         sequence.append(count, prompt=False)
-        self._meta, self._meta_length = after, sequence.length + size - count
+        self._meta, self._meta_of = after, (sequence.length + size - count, sequence.version)
         self._latest = logits
         return logits if size == count else logits[:count]
 
@@ -102,7 +103,6 @@ class DenseInPlace:
         """As in `Forward`."""
         self.settle()
         self._sequence = self._meta = None
-        self._meta_length = -1
 
     def trace(self) -> None:
         """As in `Forward`."""

@@ -9,6 +9,7 @@ from typing import Final
 
 import mlx.core as mx
 
+from worker.engine.draw_tree import tree_operand
 from worker.engine.law import NOT_A_NUMBER, Kind, Law, after, law, operands, state
 from worker.engine.sample import Sampling
 
@@ -35,12 +36,24 @@ class Drawn:
 
     token: uint32 [R], for the next forward: an id, whatever the logits were. read: uint32 [R], for the host: the
     same, or `NOT_A_NUMBER` where the logits were not finite. top: the ids [n] of the likeliest raw logits and
-    their log-probabilities [n], in no order; [R, n] of more than one row; None where none are wanted.
+    their log-probabilities [n], in no order; [R, n] of more than one row; None where none are wanted. path: uint32
+    [1 + R], for the host: the last row that holds, then *read*: all that accepting needs, in one read; None of a
+    single draw.
     """
 
     token: mx.array
     read: mx.array
     top: tuple[mx.array, mx.array] | None
+    path: mx.array | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Verified:
+    """Rows that were drawn and of which nothing is history yet. parents: of rows 1, 2, ... without the padding."""
+
+    tokens: mx.array
+    drawn: mx.array
+    parents: tuple[int, ...]
 
 
 class Draws:
@@ -70,7 +83,7 @@ class Draws:
         self._state = state(self._kind, history)
         self._newest = mx.array([history[-1]], dtype=mx.uint32)
         mx.eval(self._state)
-        self._chain: tuple[mx.array, mx.array] | None = None
+        self._verified: _Verified | None = None
 
     def __call__(self, logits: mx.array, position: mx.array) -> Drawn:
         """The token after the newest id, which becomes the newest.
@@ -83,27 +96,54 @@ class Draws:
         self._newest = token
         return Drawn(token, read, (rest[0], rest[1]) if rest else None)
 
-    def rows(self, logits: mx.array, tokens: mx.array, position: mx.array) -> Drawn:
-        """The token after each row of a chain, as single draws would give them. Nothing of it is history yet.
+    def rows(
+        self, logits: mx.array, tokens: mx.array, position: mx.array, parents: Sequence[int] | None = None
+    ) -> Drawn:
+        """The token after each row of a chain or tree, as single draws would give it. Nothing is history yet.
 
-        logits: T [R, V]. tokens: uint32 [R], the ids that the rows were fed, the newest id first. position:
-        `place` of the id drawn after the first row.
+        Args:
+            logits: T [R, V].
+            tokens: uint32 [R], the ids that the rows were fed, the newest id first; those of padding are ids too.
+            position: `place` of the id drawn after row 0.
+            parents: of rows 1, 2, ..., each a row before; None: each row follows the one before it. Children of a
+                row have unequal ids. Rows beyond the parents are padding: drawn, and never accepted.
+
+        Raises:
+            ValueError: More parents than rows, or a row before its parent.
         """
-        token, read, *rest = self._law(logits, position, tokens, self._state, *self._operands)
-        self._chain = (tokens, token)
-        return Drawn(token, read, (rest[0], rest[1]) if self._kind.logprobs else None)
+        count = tokens.size
+        parents = tuple(range(count - 1) if parents is None else parents)
+        tree = (tree_operand(self._kind.window, count, parents),) if count > 1 or parents else ()
+        token, read, *rest = self._law(logits, position, tokens, self._state, *self._operands, *tree)
+        path = rest.pop() if tree else mx.concatenate([mx.zeros(1, dtype=mx.uint32), read])
+        self._verified = _Verified(tokens, token, parents)
+        return Drawn(token, read, (rest[0], rest[1]) if self._kind.logprobs else None, path)
 
-    def accept(self, rows: int | mx.array) -> None:
-        """Go on after the first *rows* rows of the latest chain, a number or int32 [1], at least 1.
+    def accept(self, path: Sequence[int]) -> None:
+        """Go on after the last row of *path*, the rows from row 0 on, of the latest `rows`.
 
         Their ids are history then, and the token drawn after the last of them is the newest id.
+
+        Raises:
+            ValueError: It is no path of that tree.
+            RuntimeError: There are no such rows.
         """
-        if self._chain is None:
+        if self._verified is None:
             raise RuntimeError("accept() without rows()")
-        tokens, drawn = self._chain
-        self._state = after(self._kind, self._state, tokens, rows)
-        self._newest = drawn[rows - 1 : rows] if isinstance(rows, int) else mx.take(drawn, rows - 1)
-        self._chain = None
+        tokens, drawn, parents = self._verified.tokens, self._verified.drawn, (-1, *self._verified.parents)
+        for row, before in zip(path, (-1, *path), strict=False):
+            if not 0 <= row < len(parents) or parents[row] != before:
+                raise ValueError(f"{list(path)} is no path of the tree")
+        if not path:
+            raise ValueError("row 0 is always accepted")
+        last = path[-1]
+        if self._kind.window is not None:
+            if last >= len(path):
+                # Of the same length as the rows, so that no length needs kernels of its own.
+                tokens = tokens[mx.array([*path, *[0] * (tokens.size - len(path))], dtype=mx.uint32)]
+            self._state = after(self._kind, self._state, tokens, len(path))
+        self._newest = drawn[last : last + 1]
+        self._verified = None
 
 
 @lru_cache(maxsize=_KINDS_KEPT)
@@ -124,5 +164,12 @@ def warm(width: int, vocabulary: int, dtype: mx.Dtype, rows: Iterable[int] = (1,
         draws = Draws(sampling, [0], width=width, vocabulary=vocabulary)
         for count in rows:
             logits, tokens = mx.zeros((count, width), dtype=dtype), mx.zeros(count, dtype=mx.uint32)
-            drawn = draws(logits, position) if count == 1 else draws.rows(logits, tokens, position)
-            mx.eval(drawn.token, drawn.read)
+            if count == 1:
+                drawn = draws(logits, position)
+                mx.eval(drawn.token, drawn.read)
+                continue
+            # All are children of row 0, and the last is accepted: a path that is no prefix of the rows moves ids.
+            # The draw after it needs the state.
+            drawn = draws.rows(logits, tokens, position, (0,) * (count - 1))
+            draws.accept((0, count - 1))
+            mx.eval(drawn.token, drawn.path, draws(logits[:1], position).token)

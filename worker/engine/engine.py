@@ -109,3 +109,6 @@ class Engine(Protocol):
 
     def stop(self) -> Figures:
         """End the request, whatever its state, and free what it held; may be called again."""
+
+    def counts(self) -> dict[str, int] | None:
+        """For health: what was reused of earlier prompts since the start; None where nothing ever is."""

@@ -1,16 +1,16 @@
 """The law of a draw in the graph, for the rows of a forward: what `sample.py` says, with nothing left to the host.
 
-Row j of a chain is drawn as if it stood alone: its history is the history so far and the ids fed to rows 0 to j,
-its position is that of the first row, plus j. Its numbers depend on nothing else, so they are the same bits for
-any number of rows. One row runs on vectors [V], without the axis of rows: each node of a graph costs the host
-time.
+Each row of a chain or tree is drawn as if it stood alone: its history is the history so far and the ids fed to the
+rows of its path, itself included; its position is that of row 0, plus its depth. Its numbers depend on nothing
+else, so they are the same bits for any number of rows. One row runs on vectors [V], without the axis of rows: each
+node of a graph costs the host time.
 
 State, where there are penalties, is the history so far without its newest id, the one that the next forward is
 fed: the last ids, uint32 [window], with `width` in the places of those that a short history lacks; or, if the
 window is 0 and so all of it, how often each id was there, int32 [width].
 
-The numbers of a job are operands, never constants: a new temperature makes no new graph. They are views of arrays
-of more than 8 bytes, because CUDA keeps smaller ones in the host's memory.
+The numbers of a job are operands, never constants, and so is a tree: new ones make no new graph. The numbers are
+views of arrays of more than 8 bytes, because CUDA keeps smaller ones in the host's memory.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from typing import Final, NamedTuple, Self
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_top_k, apply_top_p
 
+from worker.engine.draw_tree import Tree, accepted
 from worker.engine.sample import Sampling, gumbel_of, key, words
 
 NOT_A_NUMBER: Final = 0xFFFFFFFF
 """What the host reads in the place of a token whose logits were not numbers."""
 
-# (logits T [R, V], position uint32 [2], ids fed uint32 [R], state, *operands) to
-# (tokens uint32 [R], read uint32 [R], then where wanted ids [R, n] and log-probabilities [R, n], then the state of
-# one row with penalties). Of one row ids and log-probabilities are [n].
+# (logits T [R, V], position uint32 [2], ids fed uint32 [R], state, *operands, then of more rows than one the tree)
+# to (tokens uint32 [R], read uint32 [R], then where wanted ids [R, n] and log-probabilities [R, n], then of one
+# row with penalties the state, of more the path uint32 [1 + R]). Of one row ids and log-probabilities are [n].
 Law = Callable[..., tuple[mx.array, ...]]
 
 
@@ -139,37 +140,26 @@ def state(kind: Kind, history: Sequence[int]) -> mx.array:
     return mx.array([kind.width] * (kind.window - len(recent)) + recent, dtype=mx.uint32)
 
 
-def after(kind: Kind, started: mx.array, tokens: mx.array, rows: int | mx.array) -> mx.array:
-    """The state once the ids fed to the first *rows* rows of a chain, a number or int32 [1], are history.
-
-    started: the state that the chain began with. tokens: uint32 [R], the ids it was fed.
-    """
+def after(kind: Kind, started: mx.array, tokens: mx.array, rows: int) -> mx.array:
+    """The state once the first *rows* of *tokens*, uint32 [R], are history. started: the state before them."""
     if kind.window is None:
         return started
     if kind.window == 0:
         fed = mx.arange(tokens.size, dtype=mx.int32) < rows
         return started.at[tokens].add(fed.astype(mx.int32))
-    ids = mx.concatenate([started, tokens])
-    if isinstance(rows, int):
-        return ids[rows : rows + kind.window]
-    return mx.slice(ids, rows, axes=(0,), slice_size=(kind.window,))
+    return mx.concatenate([started, tokens])[rows : rows + kind.window]
 
 
 def law(kind: Kind) -> Law:
     """The function that draws by *kind*; what it takes and gives stands at `Law`."""
     not_a_number = mx.array(NOT_A_NUMBER, dtype=mx.uint32)
 
-    def noise(first_key: mx.array, position: mx.array, rows: int) -> mx.array:
-        if rows == 1:
-            return gumbel_of(words(first_key ^ position, kind.width))
-        keys = first_key ^ (position + mx.array([[0, j] for j in range(rows)], dtype=mx.uint32))
-        return gumbel_of(mx.vmap(lambda one: words(one, kind.width))(keys))
-
     def draw(
         logits: mx.array, position: mx.array, tokens: mx.array, held: mx.array, *values: mx.array
     ) -> tuple[mx.array, ...]:
-        given, count = Operands(*values), logits.shape[0]
-        rows, one = (logits.reshape(-1), True) if count == 1 else (logits, False)
+        given = Operands(*values[: len(Operands._fields)])
+        one = logits.shape[0] == 1
+        rows, tree = (logits.reshape(-1), None) if one else (logits, Tree.of(values[-1]))
         top: tuple[mx.array, ...] = ()
         further: tuple[mx.array, ...] = ()
         if kind.plain and rows.dtype != mx.float32:
@@ -180,15 +170,17 @@ def law(kind: Kind) -> Law:
         else:
             rows, top = _raw(kind, rows.astype(mx.float32), given.shift)
             if kind.window is not None:
-                counts, further = _counts(kind, held, tokens)
+                counts, further = _counts(kind, held, tokens, tree)
                 rows = _penalised(rows, counts, given)
             total = mx.logsumexp(rows, axis=-1, keepdims=True)
             rows = _log_softmax(kind, rows, total, given.shift)
             if kind.sampled:
-                rows = _filtered(kind, rows, given) / given.temperature + noise(given.key, position, count)
+                rows = _perturbed(_filtered(kind, rows, given), given, _noise(kind, given.key, position, tree))
             total = total if one else total.squeeze(-1)
         drawn = mx.argmax(rows, axis=-1, keepdims=one)
         read = mx.where(mx.isfinite(total), drawn, not_a_number)
+        if tree is not None:
+            further = (mx.concatenate([accepted(tree, tokens, read), read]),)
         return (drawn, read, *top, *further)
 
     return draw
@@ -210,23 +202,29 @@ def _raw(kind: Kind, rows: mx.array, shift: mx.array) -> tuple[mx.array, tuple[m
     return rows, top
 
 
-def _counts(kind: Kind, held: mx.array, tokens: mx.array) -> tuple[mx.array, tuple[mx.array, ...]]:
+def _counts(
+    kind: Kind, held: mx.array, tokens: mx.array, tree: Tree | None
+) -> tuple[mx.array, tuple[mx.array, ...]]:
     """How often each id stands in the window of each row, int32 [V] or [R, V]; and the state after one row."""
     rows, window = tokens.size, kind.window or 0
-    if rows == 1 and not window:
+    if tree is None and not window:
         counts = held.at[tokens].add(1)
         return counts, (counts,)
     none = mx.array(0, dtype=mx.int32)
-    if rows == 1:
+    if tree is None:
         ids = mx.concatenate([held[1:], tokens])
         counts = mx.broadcast_to(none, (kind.width + 1,)).at[ids].add(mx.array([1] * window))
         return counts[: kind.width], (ids,)
     row = mx.array([[j] for j in range(rows)], dtype=mx.uint32)
     if not window:
-        fed = mx.array([[int(i <= j) for i in range(rows)] for j in range(rows)])
         counts = mx.broadcast_to(held, (rows, kind.width))
-        return counts.at[row, tokens[None]].add(fed), ()
-    windows = mx.as_strided(mx.concatenate([held, tokens]), (rows, window), (1, 1), 1)
+        return counts.at[row, tokens[None]].add((tree.on_path > 0).astype(mx.int32)), ()
+    places = tree.recent
+    if window > rows:
+        # Of a long window only the end is an operand: what comes before slides by one with each row of the path.
+        older = mx.arange(window - rows, dtype=mx.uint32) + tree.rank
+        places = mx.concatenate([older, places], axis=1)
+    windows = mx.concatenate([held, tokens])[places]
     counts = mx.broadcast_to(none, (rows, kind.width + 1)).at[row, windows].add(1)
     return counts[:, : kind.width], ()
 
@@ -266,3 +264,15 @@ def _filtered(kind: Kind, rows: mx.array, given: Operands) -> mx.array:
     if kind.top_k:
         rows = apply_top_k(rows, kind.top_k)
     return rows
+
+
+def _noise(kind: Kind, first_key: mx.array, position: mx.array, tree: Tree | None) -> mx.array:
+    """Gumbel noise by token id, float32 [V] or [R, V], of the position of each row."""
+    if tree is None:
+        return gumbel_of(words(first_key ^ position, kind.width))
+    return gumbel_of(mx.vmap(lambda one: words(one, kind.width))(first_key ^ (position + tree.offsets)))
+
+
+def _perturbed(rows: mx.array, given: Operands, noise: mx.array) -> mx.array:
+    """Log-probabilities that a draw may choose from, tempered, with the noise."""
+    return rows / given.temperature + noise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from typing import Final
@@ -14,6 +15,8 @@ from worker.engine.forward import rows_needed
 from worker.engine.load import LoadedModel
 from worker.kv.pages import pages_for
 
+_log = logging.getLogger(__name__)
+
 # A pool must hold a short question and its answer, and by itself takes no more than two jobs of full length.
 LEAST_POSITIONS: Final = 64
 CONTEXTS: Final = 2
@@ -22,6 +25,8 @@ UNNAMED_CONTEXT: Final = 2**17
 # Beside the logits: hidden states, products and scores of one row of a prefill forward, a few of each at a time.
 _ROW_BYTES: Final = 512 * 1024
 _LOGIT_BYTES: Final = 8
+# The reserve is an estimate, made for a roomy device: on a small one it gets no more than one part in so many.
+_RESERVE_SHARE: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +68,20 @@ class Need:
 def pool_pages(asked: int | None, room: Room, need: Need) -> int:
     """Pages of the pool: as many as *asked* bytes hold, or if None half of what weights and reserve leave.
 
-    By itself the pool grows no larger than `CONTEXTS` jobs of full length need, and no smaller than `need.least`.
+    By itself the pool grows no larger than `CONTEXTS` jobs of full length need, and no smaller than `need.least`;
+    the reserve is a quarter of what is left at most. The log warns where the device is so small.
 
     Raises:
         SettingsError: *asked* is too small for any job, or more than the device has left.
     """
     if asked is None:
-        half = (room.left - need.reserve) // 2 // need.page_bytes
+        reserve = min(need.reserve, room.left // _RESERVE_SHARE)
+        half = (room.left - reserve) // 2 // need.page_bytes
         context = min(need.context, UNNAMED_CONTEXT)
-        return max(min(half, CONTEXTS * need.pages(context)), need.least)
+        pages = max(min(half, CONTEXTS * need.pages(context)), need.least)
+        if reserve < need.reserve or half < need.least:
+            _warn(room, need, pages)
+        return pages
     pages = asked // need.page_bytes
     if pages < need.least:
         raise SettingsError(
@@ -84,6 +94,19 @@ def pool_pages(asked: int | None, room: Room, need: Need) -> int:
             f"beside the {format_size(room.used)} in use; give less, or auto."
         )
     return pages
+
+
+def _warn(room: Room, need: Need, pages: int) -> None:
+    chunk = "a smaller --prefill-chunk needs less" if need.prefill_rows == 1 else "another model may fit better"
+    _log.warning(
+        "little memory: %s are left beside the %s in use, a forward of a prompt may take %s of them, and keys and "
+        "values get %s; %s, and --kv-memory sets the size of the pool",
+        format_size(room.left),
+        format_size(room.used),
+        format_size(need.reserve, up=True),
+        format_size(pages * need.page_bytes),
+        chunk,
+    )
 
 
 def pages_for_model(

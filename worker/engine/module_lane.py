@@ -25,6 +25,16 @@ from worker.kv.prefix import Opened
 # Positions for a model without pages, whose memory is not ours to count; no job's bytes hold a longer prompt.
 UNPAGED_POSITIONS: Final = 2**24
 _PROBE: Final = (0, 0, 0, 0, 0)
+# What a model raises that cannot do with pages, or MLX for it.
+_REFUSALS: Final = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 # Of the largest logit; a wrong row changes far more, another order of sums far less.
 _TOLERANCE: Final = 0.05
 
@@ -65,8 +75,8 @@ def look_at(model: Any) -> Layout:
     pools = [Pool(shape, 1, fill=float("nan")) for shape in layout.shapes]
     try:
         found = _probe(model, layout.caches(model, pools, Table(pages.reserve(PAGE))))
-    except (AssertionError, AttributeError, TypeError, ValueError) as error:
-        return _unpaged(own, f"it handles its caches in a way of its own ({error})")
+    except _REFUSALS as error:
+        return _unpaged(own, f"it handles its caches in a way of its own ({str(error) or type(error).__name__})")
     off = mx.abs(found - wanted) > _TOLERANCE * mx.abs(wanted).max()
     if mx.any(off).item():
         return _unpaged(own, "it answers otherwise from pages than from mlx-lm's caches")
@@ -187,13 +197,13 @@ class ModuleForward:
             logits = self._forward(_ids(padded), len(ids), prompt=True)
             if last:
                 return logits[len(ids) - 1 : len(ids)]
-            self._write()
+            self._evaluate()
             return None
         # Before the last id nobody wants logits, whose computing is then left out.
         before = ids[:-1] if last else ids
         if before:
             self._forward(_ids(before), len(before), prompt=True)
-            self._write()
+            self._evaluate()
         return self._forward(_ids(ids[-1:]), 1, prompt=True) if last else None
 
     def rows(self, tokens: mx.array) -> mx.array:
@@ -234,11 +244,6 @@ class ModuleForward:
             assert all(cache.is_trimmable() for cache in self._caches), "a recurrent state cannot go back"
             for cache in self._caches:
                 cache.trim(back)
-
-    def _write(self) -> None:
-        self._evaluate()
-        # As mlx-lm does between chunks: what a chunk needed is no measure of what the next one does.
-        mx.clear_cache()
 
     def _evaluate(self) -> None:
         others = [cache.state for cache in self._caches if not isinstance(cache, PagedCache)]

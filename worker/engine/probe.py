@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -26,7 +27,7 @@ from worker.engine.forward import Forward, rows_needed
 from worker.engine.load import LoadedModel, device_name, load, resolve_model, weight_bytes
 from worker.engine.memory import room
 from worker.engine.packed import NotDenseError, Packed, pack
-from worker.engine.self_check import ON, Choice, Sizes, choose, timed
+from worker.engine.self_check import Choice, Sizes, check_one, choose, is_on, said, timed
 from worker.engine.step_time import Stepper
 from worker.engine.verify_bank import Switches
 from worker.engine.visibility import Trial, number_of
@@ -165,7 +166,10 @@ def table(
         for case in cases(packed, prefill_rows, (1,), (extent.contexts[-1],)):
             row = found[case.kernel]
             if not row.get("refused") and "alone_us" not in row:
-                row["alone_us"] = {"what": case.what, **alone(case, extent.repeats, clock)}
+                # The check at start does not go as far.
+                refused = check_one(case).refused
+                times = {"refused": refused} if refused else alone(case, extent.repeats, clock)
+                row["alone_us"] = {"what": case.what, **times}
     return found
 
 
@@ -202,7 +206,7 @@ class Measured:
             say("trying writes in place")
             found["in_place"] = self.in_place()
         else:
-            reasons = [state for state in self._choice.kernels.values() if state != ON]
+            reasons = [state for state in self._choice.kernels.values() if not is_on(state)]
             found["in_place"] = {"does_not_apply": "; ".join(reasons) or self._choice.report["why"]}
         say("measuring what rows cost")
         found["cost_ms"] = self.cost()
@@ -233,16 +237,25 @@ class Measured:
         return found
 
     def cost(self) -> dict[str, Any]:
-        """Milliseconds of a forward by rows and context: one ahead with and without our products, or waiting."""
+        """Milliseconds of a forward by rows and context: one ahead with and without our products, or waiting.
+
+        A context at which MLX could not run them has what it said under `refused` instead.
+        """
         if not self._choice.in_place:
-            return {"waiting": {str(at): self._waiting(at) for at in self._extent.contexts}}
+            return {"waiting": self._costs(self._waiting)}
         ways = {"our products": Switches(), "MLX's products": Switches(matvec=False)}
-        if not self._choice.report["checks"]["matvec"]["ok"]:
+        if not self._choice.report["checks"].get("matvec", {"ok": False})["ok"]:
             del ways["our products"]
-        return {
-            name: {str(at): self._ahead(at, switches) for at in self._extent.contexts}
-            for name, switches in ways.items()
-        }
+        return {name: self._costs(partial(self._ahead, switches=switches)) for name, switches in ways.items()}
+
+    def _costs(self, measured: Callable[[int], dict[str, float]]) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for context in self._extent.contexts:
+            try:
+                found[str(context)] = measured(context)
+            except (RuntimeError, ValueError) as refusal:
+                found[str(context)] = {"refused": said(refusal)}
+        return found
 
     def _ahead(self, context: int, switches: Switches) -> dict[str, float]:
         lent = step_time.pools(self._packed, context + max(self._extent.rows))

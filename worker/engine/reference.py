@@ -95,6 +95,9 @@ class ReferenceEngine:
         self._steps = 0
         return figures
 
+    def counts(self) -> None:
+        """As in `Engine`: nothing is reused."""
+
 
 class _Watch:
     """A sampler that also has the numbers beside each token computed in the token's own evaluation.

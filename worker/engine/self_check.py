@@ -18,7 +18,7 @@ from typing import Any, Final
 import mlx.core as mx
 
 from worker.engine import step_time
-from worker.engine.check_cases import Case, cases
+from worker.engine.check_cases import Case, cases, left_out
 from worker.engine.packed import Packed
 from worker.engine.verify_bank import SIZES, Switches, unserved
 from worker.engine.visibility import BOUNDS, LAYERS, STEPS, Trial, apart, number_of, pools_apart
@@ -70,7 +70,7 @@ class Choice:
 
     why: what keeps the model off the in-place form, in words; empty if nothing does.
     in_place: whether kernels may write the pool; without it the tail form is used, and no kernel.
-    kernels: for READY: each kernel's name, and "on" or why it is off.
+    kernels: for READY: each kernel's name, and "on", perhaps with what it does not serve, or why it is off.
     report: for `mtplx probe`: every figure.
     """
 
@@ -112,18 +112,26 @@ def choose(
         with timed(seconds, "trial", clock):
             kernels[IN_PLACE] = _tried(packed, sizes, report)
     in_place = kernels.get(IN_PLACE) == ON
-    switches = replace(Switches(), **{name: checked[name].ok for name in _SWITCHED})
+    switches = replace(Switches(), **{name: name in checked and checked[name].ok for name in _SWITCHED})
     if in_place:
         with timed(seconds, "time", clock):
             switches = _faster(packed, switches, kernels, report, clock)
+    for name, what in left_out(packed).items():
+        if kernels.get(name, ON) == ON:
+            kernels[name] = f"{ON}; " * (name in kernels) + f"does not serve {what}"
     for name, state in kernels.items():
-        if state != ON:
+        if not is_on(state):
             _log.warning("%s is switched off: %s", name, state)
     report["seconds"] = seconds
     # Pools and rows of the check are of no more use, and the pool is sized by what is free.
     mx.clear_cache()
     why = "" if in_place else "a kernel that it needs is switched off"
     return Choice(switches=switches, in_place=in_place, why=why, kernels=kernels, report=report)
+
+
+def is_on(state: str) -> bool:
+    """Whether a state of `Choice.kernels` is that of a kernel that runs."""
+    return state.partition(";")[0] == ON
 
 
 def prepare(packed: Packed, prefill_rows: int, folder: Path | None, sizes: Sizes = Sizes()) -> int:
@@ -162,9 +170,14 @@ def check_one(case: Case) -> Checked:
         if pool is not None and want_pool is not None:
             error = max(error, number_of(pools_apart(pool, want_pool)))
     except (RuntimeError, ValueError) as refusal:
-        said = str(refusal).strip().splitlines() or [type(refusal).__name__]
-        return Checked(ok=False, error=float("inf"), bound=0.0, worst=case.what, refused=said[0][:200])
+        return Checked(ok=False, error=float("inf"), bound=0.0, worst=case.what, refused=said(refusal))
     return Checked(ok=error <= bound, error=error, bound=bound, worst=case.what)
+
+
+def said(refusal: Exception) -> str:
+    """The first line of what MLX said where it could not run something; never empty."""
+    lines = str(refusal).strip().splitlines() or [type(refusal).__name__]
+    return lines[0][:200]
 
 
 def _tried(packed: Packed, sizes: Sizes, report: dict[str, Any]) -> str:

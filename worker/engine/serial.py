@@ -183,6 +183,10 @@ class SerialEngine:
             raise RuntimeError("no request was started")
         return self._run
 
+    def counts(self) -> dict[str, int] | None:
+        """As in `Engine`."""
+        return self.index.counts() if self.forward.prefix_reuse else None
+
     def _read_prompt(self, run: _Run, progress: PrefillProgress) -> mx.array:
         """Logits [1, V] of the prompt's last id."""
         prompt, done, total = run.request.prompt, run.opened.cached, run.total

@@ -42,7 +42,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -309,9 +309,10 @@ def recorded() -> Iterator[list[Launch]]:
         _listening.pop()
 
 
-@lru_cache(maxsize=1)
 def target() -> str | None:
-    """The kind of GPU that MLX runs on here, "metal" or "cuda"; None on the CPU."""
+    """The kind of GPU that MLX computes on now, "metal" or "cuda"; None where its default device is the CPU."""
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return None
     if mx.metal.is_available():
         return "metal"
     return "cuda" if mx.cuda.is_available() else None

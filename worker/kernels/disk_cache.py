@@ -13,11 +13,13 @@ import json
 import logging
 import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -39,6 +41,8 @@ _MASK: Final = 2**64 - 1
 _MULTIPLIER: Final = 0xC6A4A7935BD1E995
 _SEED: Final = 0xC70F6907
 _COMPILE_LIMIT_S: Final = 120.0
+# Each update of MLX, and each kind of device, has a folder of its own, which nobody would ever clear.
+_UNUSED_S: Final = 30 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +74,26 @@ def _shift(value: int) -> int:
     return value ^ value >> 47
 
 
-def open_folder(cache_dir: Path) -> Path | None:
+def open_folder(cache_dir: Path, now: Callable[[], float] = time.time) -> Path | None:
     """The folder of this MLX and this device, where MLX looks from now on; None where MLX does not run on CUDA.
 
     To be called before anything is computed: MLX looks up the name of the folder once. What MLX itself compiles
-    it keeps there too; a file that a killed process left unfinished is removed.
+    it keeps there too; a file that a killed process left unfinished is removed, and so are the folders of other
+    versions and devices that were not opened for `_UNUSED_S`. A folder that the environment names is left alone.
+
+    Args:
+        cache_dir: as in the settings.
+        now: seconds since the epoch, as file times are.
     """
-    if target() != "cuda" or mx.default_device().type == mx.DeviceType.cpu:
+    if target() != "cuda":
         return None
-    folder = kernel_folder(cache_dir / "kernels" / f"mlx-{version('mlx')}-{architecture()}")
+    own = cache_dir / "kernels" / f"mlx-{version('mlx')}-{architecture()}"
+    folder = kernel_folder(own)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_unfinished(folder)
+        if folder == own:
+            _remove_unused(own, now())
     except OSError as error:
         _log.debug("kernels are not kept in %s: %s", folder, error)
         return None
@@ -223,6 +235,17 @@ def _remove_unfinished(folder: Path) -> None:
             continue
         _log.debug("%s is not whole and is removed", code)
         code.unlink(missing_ok=True)
+
+
+def _remove_unused(own: Path, now: float) -> None:
+    """Mark *own* as used, and drop the folders beside it that nobody has opened for long."""
+    os.utime(own, (now, now))
+    for other in own.parent.glob("mlx-*"):
+        # Another process may be about to do the same.
+        with suppress(OSError):
+            if other.is_dir() and not other.is_symlink() and now - other.stat().st_mtime > _UNUSED_S:
+                _log.debug("%s was not used for long and is removed", other)
+                shutil.rmtree(other)
 
 
 def _is_whole(code: Path) -> bool:

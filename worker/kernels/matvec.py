@@ -20,7 +20,7 @@ from worker.kernels import matvec_mma
 from worker.kernels.dialect import MAX_ROWS, Kernel, Launch, chosen
 from worker.kernels.operands import PLAIN, Affine, Extras, arrays, defines, reference, width_of
 
-__all__ = ["PLAIN", "Affine", "Extras", "launch", "matvec", "pick", "reference", "serves", "supported"]
+__all__ = ["PLAIN", "Affine", "Extras", "launch", "matvec", "pick", "reference", "serves", "supported", "unserved"]
 
 _HEAD: Final = r"""
 const int first = (bx * SIMDGROUPS + sg) * OUTPUTS, made = GLU ? 2 * OUTPUTS : OUTPUTS;
@@ -141,10 +141,18 @@ def launch(x: mx.array, weight: mx.array | Affine, extras: Extras = PLAIN) -> La
     )
 
 
+def unserved(weight: mx.array | Affine) -> str:
+    """What the kernel does not serve about a weight, whatever the row count, in words; empty if it serves it."""
+    if isinstance(weight, Affine) and weight.bits not in (4, 8):
+        return f"{weight.bits}-bit weights"
+    if isinstance(weight, Affine) and weight.group not in (32, 64, 128):
+        return f"weights in groups of {weight.group}"
+    return f"weights {width_of(weight)} wide" if width_of(weight) % 32 else ""
+
+
 def serves(weight: mx.array | Affine) -> bool:
     """Whether the kernel serves a weight of this packing and width, for all row counts of a forward."""
-    packed = not isinstance(weight, Affine) or (weight.bits in (4, 8) and weight.group in (32, 64, 128))
-    return packed and width_of(weight) % 32 == 0
+    return not unserved(weight)
 
 
 def supported(x: mx.array, weight: mx.array | Affine) -> bool:

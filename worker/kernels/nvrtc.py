@@ -19,13 +19,18 @@ NAMESPACE: Final = "mlx::core::cu::"
 
 # What stands for the headers that MLX embeds in its library. They bring in the C++ library, which takes twenty
 # times longer to compile than a kernel does, and of which a kernel uses two types: ten numbers, passed by value.
+# nvcc, which the bench compiles with ahead of time, has names for the integers already.
 HEADERS: Final = {
     "mlx/backend/cuda/device/utils.cuh": """#pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#ifdef __CUDACC_RTC__
 typedef signed char int8_t; typedef short int16_t; typedef int int32_t; typedef long long int64_t;
 typedef unsigned char uint8_t; typedef unsigned short uint16_t; typedef unsigned int uint32_t;
 typedef unsigned long long uint64_t;
+#else
+#include <cstdint>
+#endif
 namespace mlx::core::cu {
 template <typename T> struct Ten { T of[10]; __device__ constexpr T operator[](int i) const { return of[i]; } };
 using Shape = Ten<int>;

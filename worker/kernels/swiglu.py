@@ -50,9 +50,14 @@ def reference(gate_up: mx.array) -> mx.array:
     return (gate * mx.sigmoid(gate) * up).astype(gate_up.dtype)
 
 
+def serves(width: int) -> bool:
+    """Whether the kernel serves rows of *width* values, gates and the others together."""
+    return width % 16 == 0
+
+
 def swiglu(gate_up: mx.array, *, use_kernel: bool | None = None) -> mx.array:
     """silu(gate) * up: gate_up T [R, 2 N] to T [R, N]. `use_kernel=False` forces the plain operations."""
     target = chosen(use_kernel)
-    if target is None or gate_up.shape[1] % 16:
+    if target is None or not serves(gate_up.shape[1]):
         return reference(gate_up)
     return launch(gate_up).run(target)

@@ -170,18 +170,19 @@ class Sequence:
     """A block table and how far it is filled; made by `Pages.reserve` and `fork`.
 
     table: page ids; those beyond the filled ones are reserved. Changes with `reserve` and `truncate`.
+    version: counts the changes of the table, which may come at the same length.
     length: rows written, or about to be by the forward that was just started.
     exact: leading rows that were written by prefill alone, on top of nothing but such rows.
     fixed: leading rows that others rely on; they are never written in place again.
     """
 
-    __slots__ = ("_pages", "exact", "fixed", "length", "table")
+    __slots__ = ("_pages", "exact", "fixed", "length", "table", "version")
 
     def __init__(self, pages: Pages, table: list[int], fixed: int) -> None:
         self._pages = pages
         self.table = table
         self.length = self.fixed = fixed
-        self.exact = 0
+        self.exact = self.version = 0
 
     @property
     def capacity(self) -> int:
@@ -202,6 +203,7 @@ class Sequence:
         missing = pages_for(tokens) - len(self.table)
         if missing > 0:
             self.table += self._pages.take(missing, after=self.table[-1] if self.table else None)
+            self.version += 1
 
     def append(self, rows: int, *, prompt: bool) -> None:
         """Count *rows* new positions; there must be room.
@@ -260,6 +262,7 @@ class Sequence:
         for page in self.table:
             self._pages.drop(page)
         self.table = []
+        self.version += 1
         self.length = self.exact = self.fixed = 0
 
     def check(self) -> list[tuple[int, int]]:
@@ -282,4 +285,5 @@ class Sequence:
             self._pages.drop(self.table[place])
             self.table[place] = page
         self.fixed = first * PAGE
+        self.version += len(places)
         return copies

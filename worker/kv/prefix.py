@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from worker.kv import tree
@@ -74,11 +74,11 @@ class Opened:
 
 @dataclass(slots=True)
 class Figures:
-    """Counts since the start. *opened* leaves out jobs that wanted no reuse; *reused* counts rows."""
+    """Counts since the start. *opened* leaves out jobs that wanted no reuse; *reused_tokens* counts their rows."""
 
     opened: int = 0
     hits: int = 0
-    reused: int = 0
+    reused_tokens: int = 0
     stored_pages: int = 0
     evicted_pages: int = 0
 
@@ -102,7 +102,6 @@ class PrefixIndex:
             raise ValueError(f"rows are aligned to 1 or to a multiple of {PAGE}, not to {align}")
         self.figures = Figures()
         self.pages = pages
-        self._page_bytes = page_bytes
         self._limit_pages = limit_bytes // page_bytes
         self._align = align
         self._roots: dict[bytes, Node] = {}
@@ -115,18 +114,13 @@ class PrefixIndex:
         """Pages stored, never more than the limit allows."""
         return len(self._nodes)
 
-    @property
-    def bytes_held(self) -> int:
-        """Bytes of the pool that the stored pages fill."""
-        return len(self._nodes) * self._page_bytes
+    def counts(self) -> dict[str, int]:
+        """The figures, and the pages stored now, in health's words."""
+        return {**asdict(self.figures), "held_pages": self.pages_held}
 
     def kept(self) -> Iterator[tuple[int, int]]:
         """As in `Keeper`."""
         return ((node.page, len(node.ids)) for node in self._nodes.values())
-
-    def room(self) -> int:
-        """Tokens, prompt and budget together, up to which `open` would not refuse now."""
-        return (self.pages.free + self._evictable(())) * PAGE
 
     def lookup(self, ids: Ids[int], *, owner: bytes, cache: Cache) -> Match:
         """Find the longest stored beginning of the prompt *ids* that leaves at least one id to be read.
@@ -192,7 +186,7 @@ class PrefixIndex:
         if cache is not False:
             self.figures.opened += 1
             self.figures.hits += match.length > 0
-            self.figures.reused += match.length
+            self.figures.reused_tokens += match.length
         return Opened(sequence, tuple(ids), owner, cache, copies, match.length, match.exact)
 
     def store(self, opened: Opened, ids: Ids[int], verified: int) -> int:
