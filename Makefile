@@ -1,6 +1,10 @@
 # `make demo` and `make test` set up .venv by themselves; PYTHON=... chooses the interpreter.
 BIN := .venv/bin
 export PYTHON
+# These compute and wait for nothing: one process a core, each of which takes over from the other when it is done. The
+# other tests have processes, sockets and clocks of their own, and the machine for themselves.
+COMPUTING := tests/inference tests/kernels tests/kv
+SPREAD := -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: demo test prove check bench setup clean
 
@@ -8,7 +12,8 @@ demo: setup
 	$(BIN)/mtplx demo
 
 test: setup check
-	$(BIN)/python -m pytest -m "not prove"
+	$(BIN)/python -m pytest -m "not prove" $(SPREAD) $(COMPUTING)
+	$(BIN)/python -m pytest -m "not prove" $(COMPUTING:%=--ignore=%)
 
 # Lint, format and types; the import rules and sizes are tests.
 check: setup
@@ -18,7 +23,8 @@ check: setup
 
 # The long forms; they write bench/results.
 prove: setup
-	$(BIN)/python -m pytest -m prove
+	$(BIN)/python -m pytest -m prove $(SPREAD) $(COMPUTING)
+	$(BIN)/python -m pytest -m prove $(COMPUTING:%=--ignore=%)
 	$(MAKE) bench
 
 bench: setup

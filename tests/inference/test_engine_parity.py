@@ -20,8 +20,11 @@ CHUNKS = (1, 7, 32, 33, 64, 512)
 # One before, at and behind page edges; the last ones also around chunks of 512.
 EDGES = (1, 2, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129)
 FAR = (159, 160, 161, 192, 255, 256, 257, 514)
-# A long answer crosses a page edge wherever it begins, the longest two of them.
-BRIEF, LONG, LONGEST = 3, 44, 72
+# A brief answer has one draw behind the prompt and one behind a row that drawing wrote. A long one crosses a page edge
+# wherever it begins, the longest two of them.
+BRIEF, LONG, LONGEST = 2, 34, 66
+# In the long forms.
+FULL = 44
 SAMPLINGS = (
     Sampling(seed=3, temperature=0.8),
     Sampling(seed=2**64 - 1, temperature=0.8, top_p=0.95),
@@ -80,7 +83,7 @@ def test_the_short_form_has_64_prompts_every_chunk_size_and_every_edge():
     assert len(triples) == 64
     assert {chunk for _, chunk, _ in triples} == set(CHUNKS)
     assert {length for length, _, _ in triples} == {*EDGES, *FAR}
-    assert sum(count > 40 for _, _, count in triples) == 6
+    assert sum(count >= LONG for _, _, count in triples) == 6
 
 
 def test_greedy_ids_are_those_of_mlx_lm_for_prompts_around_every_page_edge(model):
@@ -122,7 +125,7 @@ def test_an_attempt_goes_on_behind_what_an_earlier_one_drew(model):
 def test_greedy_ids_are_those_of_mlx_lm_for_every_prompt_with_every_chunk_size(model):
     triples = short_form() if model.name in FAMILIES else short_form()[::4]
     for place, (length, _, _) in enumerate(triples):
-        wanted = case(model.loaded, length, LONG, seed=100 + place)
+        wanted = case(model.loaded, length, FULL, seed=100 + place)
         for chunk in CHUNKS:
             assert model.ids(wanted.request, chunk) == wanted.ids, (length, chunk)
 
@@ -131,5 +134,5 @@ def test_greedy_ids_are_those_of_mlx_lm_for_every_prompt_with_every_chunk_size(m
 def test_greedy_ids_of_smollm2_are_those_of_mlx_lm(smollm2):
     model = Model("smollm2", smollm2)
     for place, (length, chunk, _) in enumerate(short_form()):
-        wanted = case(smollm2, length, LONG, seed=place)
+        wanted = case(smollm2, length, FULL, seed=place)
         assert model.ids(wanted.request, chunk) == wanted.ids, (length, chunk)

@@ -9,6 +9,7 @@ threads, so that a missing barrier has a chance to show. No threadgroup sees wha
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import re
@@ -30,7 +31,7 @@ CACHE = Path(tempfile.gettempdir()) / f"mtplx-standin-{os.getuid()}"
 COMPILER = (
     "c++",
     "-std=c++17",
-    "-O2",
+    "-O1",
     "-march=native",
     "-ffp-contract=off",
     "-U_FORTIFY_SOURCE",
@@ -121,14 +122,20 @@ def _library(text: Text) -> ctypes.CDLL:
     if not made.exists():
         CACHE.mkdir(mode=0o700, exist_ok=True)
         assert CACHE.stat().st_uid == os.getuid(), "nobody else's programs are run"
-        written = CACHE / f"{digest}.{os.getpid()}.cpp"
-        written.write_text(driver)
-        building = written.with_suffix(".so")
-        done = subprocess.run([*COMPILER, "-o", building, written], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{text.name} does not compile:\n{done.stderr[:4000]}"
-        building.rename(made)
-        written.unlink()
+        with (CACHE / f"{digest}.lock").open("a") as lock:
+            # Another process may be at the same text.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not made.exists():
+                _compile(text.name, driver, made)
     return ctypes.CDLL(str(made))
+
+
+def _compile(name: str, driver: str, made: Path) -> None:
+    building = made.with_suffix(f".{os.getpid()}")
+    command = [*COMPILER, "-o", building, "-x", "c++", "-"]
+    done = subprocess.run(command, input=driver, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{name} does not compile:\n{done.stderr[:4000]}"
+    building.rename(made)
 
 
 class Buffer:

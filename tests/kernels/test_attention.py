@@ -190,12 +190,13 @@ def test_rows_are_turned_and_written_as_rope_write_does_bit_for_bit(heads, dtype
 
 def test_bits_do_not_depend_on_rows_start_or_tree() -> None:
     invariance(Shape(4, 2, 64, "bfloat16"), end=70, counts=(1, 2, 5), trees=3, seed=1)
-    invariance(Shape(4, 2, 64, "float32"), end=2052, counts=(1, 5), trees=2, seed=2)
+    invariance(Shape(4, 2, 64, "float32"), end=2052, counts=(5,), trees=2, seed=2, many=8)
 
 
 def test_bits_do_not_depend_on_rows_start_or_tree_on_matrix_units() -> None:
     invariance(Shape(4, 2, 64, "bfloat16", mma=True), end=70, counts=(2, 5, 16), trees=3, seed=1)
-    invariance(Shape(2, 1, 80, "float16", mma=True), end=2052, counts=(7,), trees=1, seed=2, many=8)
+    # A tree this far out would take four seconds; the long form has some.
+    invariance(Shape(2, 1, 80, "float16", mma=True), end=2052, counts=(7,), trees=0, seed=2, many=8)
 
 
 @pytest.mark.parametrize("mma", [False, True])
