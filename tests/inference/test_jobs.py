@@ -18,6 +18,7 @@ from worker.attempt import Attempt
 from worker.engine.load import load
 from worker.engine.sample import KeyedSampler, Sampling
 from worker.job import run_job
+from worker.width import WidthGate
 
 # The random model would end its answer at a random place.
 NO_END = {"logit_bias": {"1": -1000}}
@@ -275,7 +276,7 @@ def test_the_wish_for_reuse_reaches_the_engine_and_the_final_record_tells_what_c
 def test_leaving_the_iterator_early_stops_the_engine(room):
     run = run_job(
         Attempt(job=Job.parse(PROMPT), seed=1),
-        room.engine,
+        WidthGate(room.engine),
         room.loaded,
         clock=room.tick,
         cancelled=lambda: False,

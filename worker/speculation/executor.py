@@ -128,10 +128,13 @@ class SpeculatingEngine:
             figures,
             route=ROUTE,
             drafted=launched,
-            rows_committed=committed,
-            accepted_by_depth=tuple(told["accepted_by_depth"]),
-            planner=told,
+            accepted_by_depth=tuple(told.pop("accepted_by_depth")),
+            drafting={"rows_launched": launched, "rows_committed": committed, **told},
         )
+
+    def counts(self) -> dict[str, int] | None:
+        """As in `Engine`."""
+        return self._serial.counts()
 
     def _tell(self, ms: float) -> None:
         """Tell the planner what came of the latest step. *ms*: how long it lasted; 0 where nobody knows."""
