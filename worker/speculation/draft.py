@@ -118,8 +118,8 @@ def left_trunk(draft: Draft, path: Sequence[int]) -> int:
 class Proposal:
     """A draft, and how sure the drafter is of it.
 
-    margins: for each depth of the trunk, as the drafter's `Traits` read them. turns: the depths at which another
-    way could be taken, the likeliest first, whether or not the draft takes it.
+    margins: for each depth of the trunk, as the drafter's `Traits` read them. turns: the depths of the forks that
+    could be taken, the best first, one for each; where no forks were asked for it may be empty.
     """
 
     draft: Draft = Draft.EMPTY
@@ -139,7 +139,7 @@ class Traits:
     edges: tuple[float, ...]
     kept: tuple[float, ...]
     branch: int = 1
-    gained: float = 0.3
+    gained: float = 0.5
 
     def __post_init__(self) -> None:
         assert len(self.kept) == len(self.edges) + 1, "one kind more than edges"

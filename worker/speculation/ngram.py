@@ -3,10 +3,8 @@
 A match is a place in the text, and how many ids before it are the last ids of the text. The longest one, and of
 equally long ones the latest, is gone on with: while the text goes on as it does, it stays the longest and the
 latest, so following it costs one comparison. Only where it breaks is there a search: through the latest places
-of the last 8 ids, and where those are new, of the last 3.
-
-Behind a long match that broke, an edit is likely: ids replaced by others, then the old text again. Until 3 ids make
-a match of their own, what followed the replaced id is proposed again for a few steps.
+of the last 6 ids and through those of the last 2. A text that repeats 2 ids more often than that may hide a longer
+match from it.
 
 Cost of an id: two entries in hash tables and one comparison; of a proposal after a break, at most `tries` places
 with `longest` comparisons each, whatever the length of the text. Memory: 12 bytes an id, and at most 300 for each
@@ -22,20 +20,14 @@ from typing import Any, Final
 
 from worker.speculation.draft import MAX_NODES, Draft, Proposal, Traits
 
-SHORT: Final = 3
-LONG: Final = 8
+SHORT: Final = 2
+LONG: Final = 6
 _ID_BITS: Final = 21
 
-# Margins of what is proposed behind a break: the first time, later times, and once ids of the old text came again.
-STALE: Final = 0.0
-BROKEN: Final = 1.0
-REJOINED: Final = 2.0
-# How often what followed a replaced id is proposed: edits are a few ids long.
-_PATIENCE: Final = 4
-
+# A margin is the length of the match, one more at each depth: so long it is if the draft is right up to there.
 NGRAM: Final = Traits(
-    edges=(BROKEN, REJOINED, 3, 4, 6, 8, 16),
-    kept=(0.3, 0.5, 0.7, 0.4, 0.55, 0.7, 0.85, 0.95),
+    edges=(3, 4, 6, 8, 16),
+    kept=(0.4, 0.6, 0.75, 0.8, 0.9, 0.95),
     branch=3,
     gained=0.2,
 )
@@ -47,15 +39,6 @@ class _Match:
 
     place: int
     length: int
-
-
-@dataclass(slots=True)
-class _Break:
-    """A match broke at the id before `place`; `tried` ids have come since, `joined` of them, the last, as expected."""
-
-    place: int
-    tried: int = 0
-    joined: int = 0
 
 
 @dataclass(slots=True)
@@ -97,7 +80,6 @@ class Ngram:
     """A `Drafter` of what stands in the text already.
 
     Args:
-        edits: Propose behind a break, too.
         tries: Places that a search looks at.
         longest: Ids that a search compares at most.
         span: n-grams of a size that are surely remembered; up to twice as many are.
@@ -106,8 +88,8 @@ class Ngram:
     name = "ngram"
     traits = NGRAM
 
-    def __init__(self, *, edits: bool = True, tries: int = 16, longest: int = 48, span: int = 2**16) -> None:
-        self.edits, self.tries, self.longest, self.span = edits, tries, longest, span
+    def __init__(self, *, tries: int = 16, longest: int = 48, span: int = 2**16) -> None:
+        self.tries, self.longest, self.span = tries, longest, span
         self.compared = 0
         """Comparisons of ids so far: what an id costs besides its entries in the tables."""
         self._clear()
@@ -116,7 +98,6 @@ class Ngram:
         self._text = array("q")
         self._indices = (_Index(LONG, self.span), _Index(SHORT, self.span))
         self._match: _Match | None = None
-        self._break: _Break | None = None
         self._searched = 0
 
     def begin(self, ids: Sequence[int], sampling: Any = None) -> None:
@@ -130,7 +111,7 @@ class Ngram:
         self._clear()
 
     def extend(self, ids: Sequence[int]) -> None:
-        """*ids* became text: the match is followed or breaks."""
+        """*ids* became text: the match is followed or broken."""
         for token in ids:
             self._follow(token)
             self._add((token,))
@@ -143,18 +124,19 @@ class Ngram:
         limit = min(limit, MAX_NODES)
         if limit < 1:
             return Proposal()
-        place, margins = self._expected()
-        if not margins:
+        match = self._latest()
+        if match is None:
             return Proposal()
-        trunk = self._continuation(place, min(limit, len(margins)))
-        others = list(self._others(place, trunk)) if forks > 0 else []
-        turns = tuple(dict.fromkeys(depth for depth, _ in others))
+        place, length = match.place, match.length
+        trunk = self._continuation(place, min(limit, 2 * length + 1))
+        others = list(self._others(trunk)) if forks > 0 else []
         taken = others[: min(forks, (limit - 1) // self.traits.branch)]
         # The trunk makes room for the forks, which are worth nothing below its end.
         room = limit - sum(len(branch) for _, branch in taken)
         trunk = trunk[: max(room, 1)]
         draft = _tree(trunk, [one for one in taken if one[0] <= len(trunk)])
-        return Proposal(draft, margins[: len(trunk)], turns)
+        margins = tuple(map(float, range(length, length + len(trunk))))
+        return Proposal(draft, margins, tuple(depth for depth, _ in others))
 
     def _add(self, ids: Sequence[int]) -> None:
         place = len(self._text)
@@ -163,45 +145,23 @@ class Ngram:
             index.add(ids, place)
 
     def _follow(self, token: int) -> None:
-        """What the next id makes of the match or the break."""
-        match, broke = self._match, self._break
-        if match is not None:
-            self.compared += 1
-            if self._text[match.place] == token:
-                match.place += 1
-                match.length += 1
-                return
-            self._match = None
-            if self.edits and match.length >= LONG:
-                self._break = _Break(match.place + 1)
-                return
-        if broke is None:
+        """What the next id makes of the match."""
+        match = self._match
+        if match is None:
             return
         self.compared += 1
-        broke.tried += 1
-        if self._text[broke.place] == token:
-            broke.place += 1
-            broke.joined += 1
-            if broke.joined == SHORT:
-                self._match, self._break = _Match(broke.place, SHORT), None
-        elif broke.joined or broke.tried == _PATIENCE:
-            self._break = None
+        if self._text[match.place] == token:
+            match.place += 1
+            match.length += 1
+        else:
+            self._match = None
 
-    def _expected(self) -> tuple[int, tuple[float, ...]]:
-        """The place of the next id and how sure each depth is; no margins where nothing is expected."""
-        broke = self._break
-        if self._match is None and not (broke and broke.joined) and self._searched < len(self._text):
+    def _latest(self) -> _Match | None:
+        """The match that is followed, else what a search finds; there is one search for each end of the text."""
+        if self._match is None and self._searched < len(self._text):
             self._searched = len(self._text)
             self._match = self._search()
-            if self._match is not None:
-                self._break = broke = None
-        if self._match is not None:
-            length = self._match.length
-            return self._match.place, tuple(map(float, range(length, length + min(2 * length + 1, MAX_NODES))))
-        if broke is None:
-            return 0, ()
-        margin = REJOINED if broke.joined else STALE if broke.tried else BROKEN
-        return broke.place, (margin,) * MAX_NODES
+        return self._match
 
     def _places(self) -> Iterator[tuple[int, int]]:
         """Places behind which the text's last ids stand, and how many of these, the latest places first."""
@@ -246,12 +206,9 @@ class Ngram:
         ids = text[place : place + count]
         return tuple(ids[depth % period] for depth in range(count)) if len(ids) < count else tuple(ids)
 
-    def _others(self, place: int, trunk: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Other ways than the trunk, longest match first: the depth at which each turns off, and its ids from there."""
+    def _others(self, trunk: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Other ways than the trunk, longest match first: the depth where each turns off, its ids from there."""
         found = sorted(self._places(), key=lambda one: -one[1])
-        if self._break is not None:
-            # The id was put in, not put in another's place: the old text goes on with it.
-            found.append((place - 1, 0))
         turned = set()
         for other, _ in found:
             way = self._continuation(other, len(trunk) + self.traits.branch)
