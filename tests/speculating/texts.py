@@ -53,9 +53,15 @@ def fetch(cache, key, load):
 
 EDITS = (
     ("lifetime", "max_age"),
-    ('        self.entries[key] = {"value"', '        if value is None:\n            return\n        self.entries[key] = {"value"'),
+    (
+        '        self.entries[key] = {"value"',
+        '        if value is None:\n            return\n        self.entries[key] = {"value"',
+    ),
     ("            self.path.unlink()\n", "            self.path.unlink(missing_ok=True)\n"),
-    ("def fetch(cache, key, load):\n", 'def fetch(cache, key, load):\n    """The value of *key*, loaded once."""\n'),
+    (
+        "def fetch(cache, key, load):\n",
+        'def fetch(cache, key, load):\n    """The value of *key*, loaded once."""\n',
+    ),
 )
 
 REPORT = """The harbour of Lindvik was built in 1883, when the herring fleet of the northern coast had grown to more than

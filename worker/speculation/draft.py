@@ -118,8 +118,9 @@ def left_trunk(draft: Draft, path: Sequence[int]) -> int:
 class Proposal:
     """A draft, and how sure the drafter is of it.
 
-    margins: for each depth of the trunk, as the drafter's `Traits` read them. turns: the depths of the forks that
-    could be taken, the best first, one for each; where no forks were asked for it may be empty.
+    margins: for each depth that the trunk has, or would have were there no forks, as the drafter's `Traits` read
+    them. turns: the depths of the forks that could be taken, the best first, one for each; where no forks were
+    asked for it may be empty.
     """
 
     draft: Draft = Draft.EMPTY
@@ -133,13 +134,13 @@ class Traits:
 
     edges: ascending; margins between two edges are one kind, and acceptance is learnt for each kind. kept: the
     acceptance of each kind, one more than edges. branch: nodes that a fork takes at most. gained: tokens that a
-    fork gains on average where the trunk misses at its depth.
+    fork gains on average where the trunk misses at its depth; only what is believed to be worth a try is measured.
     """
 
     edges: tuple[float, ...]
     kept: tuple[float, ...]
     branch: int = 1
-    gained: float = 0.5
+    gained: float = 1.0
 
     def __post_init__(self) -> None:
         assert len(self.kept) == len(self.edges) + 1, "one kind more than edges"

@@ -129,13 +129,13 @@ class Ngram:
             return Proposal()
         place, length = match.place, match.length
         trunk = self._continuation(place, min(limit, 2 * length + 1))
+        margins = tuple(map(float, range(length, length + len(trunk))))
         others = list(self._others(trunk)) if forks > 0 else []
         taken = others[: min(forks, (limit - 1) // self.traits.branch)]
         # The trunk makes room for the forks, which are worth nothing below its end.
         room = limit - sum(len(branch) for _, branch in taken)
         trunk = trunk[: max(room, 1)]
         draft = _tree(trunk, [one for one in taken if one[0] <= len(trunk)])
-        margins = tuple(map(float, range(length, length + len(trunk))))
         return Proposal(draft, margins, tuple(depth for depth, _ in others))
 
     def _add(self, ids: Sequence[int]) -> None:
