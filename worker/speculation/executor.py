@@ -17,6 +17,7 @@ from worker.engine.serial import SerialEngine
 from worker.speculation.costs import Measured
 from worker.speculation.draft import Draft, Drafter, Proposal, left_trunk
 from worker.speculation.planner import Plan, Planner
+from worker.speculation.shadow import Shadow
 from worker.width import Meta, WidthPlan
 
 ROUTE: Final = "hyper_width"
@@ -26,6 +27,7 @@ ROUTE: Final = "hyper_width"
 _LOOKED_AT: Final = (64, 2048)
 # The newest id, one drafted behind it, and one drawn behind that.
 _LEAST_BUDGET: Final = 3
+_MOST_FORKS: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +70,11 @@ class HyperWidthExecutor:
         return SpeculatingEngine(plan.width, singleton, self._parts)
 
     def _could_pay(self) -> bool:
-        measured = self._parts.measured
-        return any(
-            measured.step(context, nodes) < measured.step(context, 0) * (nodes + 1)
-            for context in _LOOKED_AT
-            for nodes in range(1, self.width)
-        )
+        for context in _LOOKED_AT:
+            steps = self._parts.measured.steps(context)
+            if any(steps[nodes] < steps[0] * (nodes + 1) for nodes in range(1, self.width)):
+                return True
+        return False
 
 
 class SpeculatingEngine:
@@ -86,12 +87,13 @@ class SpeculatingEngine:
         self._drafter = parts.drafter
         self._clock = parts.clock
         self._planner = Planner(parts.measured, width - 1, parts.trees, parts.drafter.traits)
-        # What the latest step came to, told when the next one begins, for it lasts until then.
-        self._outcome: tuple[Plan, int, int] | None = None
+        self._shadow = Shadow()
+        # What the latest step came to, told when the next one begins: it lasts until then.
+        self._outcome: _Outcome | None = None
         self._began = 0.0
         # Whether the drafter knows the newest id before it is handed out.
         self._told = False
-        self._rows = [0, 0]
+        self._launched = self._committed = 0
 
     def warm_up(self) -> None:
         """As in `Engine`."""
@@ -100,9 +102,12 @@ class SpeculatingEngine:
     def start(self, request: EngineRequest, progress: PrefillProgress) -> None:
         """As in `Engine`."""
         self._planner.begin()
-        self._outcome, self._told, self._rows = None, False, [0, 0]
+        self._shadow.drop()
+        self._outcome, self._told = None, False
+        self._launched = self._committed = 0
         self._serial.start(request, progress)
         self._drafter.begin((*request.prompt, *request.drawn), request.sampling)
+        self._began = self._clock()
 
     def step(self) -> Step:
         """As in `Engine`."""
@@ -113,7 +118,7 @@ class SpeculatingEngine:
             self._verify_a_draft()
         step = self._serial.step()
         if not self._told:
-            self._drafter.extend((step.token,))
+            self._became_text(step.token)
         self._told = False
         return step
 
@@ -123,14 +128,13 @@ class SpeculatingEngine:
         self._drafter.end()
         figures = self._serial.stop()
         told = self._planner.figures()
-        launched, committed = self._rows
-        return replace(
-            figures,
-            route=ROUTE,
-            drafted=launched,
-            accepted_by_depth=tuple(told.pop("accepted_by_depth")),
-            drafting={"rows_launched": launched, "rows_committed": committed, **told},
-        )
+        drafting = {
+            "rows_launched": self._launched,
+            "rows_committed": self._committed,
+            **{name: told[name] for name in ("fork_attempts", "fork_wins", "off_steps", "offs")},
+        }
+        depths = tuple(told["accepted_by_depth"])
+        return replace(figures, route=ROUTE, drafted=self._launched, accepted_by_depth=depths, drafting=drafting)
 
     def counts(self) -> dict[str, int] | None:
         """As in `Engine`."""
@@ -139,9 +143,14 @@ class SpeculatingEngine:
     def _tell(self, ms: float) -> None:
         """Tell the planner what came of the latest step. *ms*: how long it lasted; 0 where nobody knows."""
         if self._outcome is not None:
-            plan, accepted, turned = self._outcome
-            self._planner.told(plan, accepted, ms, turned)
+            self._planner.told(self._outcome.plan, self._outcome.accepted, ms, self._outcome.turned)
             self._outcome = None
+
+    def _became_text(self, token: int) -> None:
+        watched = self._shadow.extend((token,))
+        if watched is not None:
+            self._planner.watched(self._serial.position, *watched)
+        self._drafter.extend((token,))
 
     def _verify_a_draft(self) -> None:
         """Run a forward over a draft in place of the next plain one, if there is one that is worth it."""
@@ -150,21 +159,32 @@ class SpeculatingEngine:
         if limit < 1 or newest == NOT_A_NUMBER:
             return
         if newest is not None:
-            self._drafter.extend((newest,))
+            self._became_text(newest)
             self._told = True
-        proposal = self._drafter.propose(limit + (newest is None), 0)
-        if newest is None:
-            proposal = _behind_first(proposal)
+        whole = self._drafter.propose(limit + (newest is None), 0 if newest is None else _MOST_FORKS)
+        proposal = _behind_first(whole) if newest is None else whole
         plan = self._planner.plan(serial.position, proposal.margins, proposal.turns)
-        self._outcome = plan, 0, 0
+        self._outcome = _Outcome(plan)
         if not plan.nodes:
+            self._shadow.take(whole)
             return
+        self._shadow.drop()
         draft = Draft.chain(proposal.draft.tokens[: plan.depth])
-        if plan.forks:
+        if newest is not None:
             draft = self._drafter.propose(plan.nodes, plan.forks).draft
         path = serial.verify(draft)
-        self._rows = [self._rows[0] + len(draft), self._rows[1] + len(path) - 1]
-        self._outcome = plan, len(path) - 1, left_trunk(draft, path)
+        self._launched += len(draft)
+        self._committed += len(path) - 1
+        self._outcome = _Outcome(plan, len(path) - 1, left_trunk(draft, path))
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """Of a step: what was planned, how deep the kept path is, and where it left the trunk."""
+
+    plan: Plan
+    accepted: int = 0
+    turned: int = 0
 
 
 def _behind_first(proposal: Proposal) -> Proposal:
