@@ -2,8 +2,8 @@
 
 The pool holds the rows below `folded`; the rows from there on lie in a small tail per layer, which slice_update
 may copy whenever it likes. Attention reads both, joined: one copy of the context a step, as mlx-lm's own loop
-makes it when it updates its cache ahead of the device, and MLX's fused attention over it. A tree is computed branch
-by branch, each as the chain that it would be, so that its sums are the chain's.
+makes it when it updates its cache ahead of the device, and MLX's fused attention over it. A tree is computed
+branch by branch, each as the chain that it would be, so that its sums are the chain's.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ TAIL: Final = 64
 class Branches:
     """A tree of rows, cut into chains.
 
-    depths: int32 [R]. paths: for each chain the rows, uint32, from row 0 to its leaf, and how many of the last no chain
-    before it had. order: uint32 [R], places of the rows in the chains' new rows, one chain after the other.
+    depths: int32 [R]. paths: for each chain the rows, uint32, from row 0 to its leaf, and how many of the last no
+    chain before it had. order: uint32 [R], places of the rows in the chains' new rows, one chain after the other.
     """
 
     depths: mx.array
@@ -211,7 +211,7 @@ class DenseTail:
         """The block's output T [R, K] for its input x, queries T [H, R, D], and all rows T [2, Hkv, n, D]."""
         return self._mlp(self._packed.attended(x, q, kv, layer), layer)
 
-    def _over_tree(  # noqa: PLR0917 - what a layer of a tree is computed from
+    def _over_tree(
         self, x: mx.array, q: mx.array, kv: tuple[mx.array, mx.array], layer: Layer, tree: Branches
     ) -> mx.array:
         """As `_block`; kv: the rows of the sequence, and the new ones T [2, Hkv, R, D]."""

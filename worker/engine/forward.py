@@ -25,8 +25,8 @@ class Forward(Protocol):
     `keep` may follow `rows`, and must where these were a tree.
 
     The lane counts the rows it starts: `sequence.length` is the index of the next row, and `sequence.append` is
-    called by `read` (prompt rows), `rows` and `keep`, never by the engine. `sequence.truncate` is called by `keep`,
-    and by the engine between two calls, never below what the last `read` wrote.
+    called by `read` (prompt rows), `rows` and `keep`, never by the engine. `sequence.truncate` is called by
+    `keep`, and by the engine between two calls, never below what the last `read` wrote.
 
     row_invariant: whether a row's bits are the same in a forward of any width.
     prefill_rows: B. 1: the rows of a prompt are the same bits however it is cut. Else `read` gets exactly B ids,
@@ -72,21 +72,21 @@ class Forward(Protocol):
         """Compute and write the next rows, one for each of *tokens*: uint32 [R], R from 1 to `MAX_ROWS`.
 
         Args:
-            tokens: may be part of a graph if `one_ahead`; else the logits of the call before, or what was drawn from
-                them, must have been evaluated.
-            parents: of the rows from row 1 on, each a row before it; None, the row before. A row sees the sequence and
-                the rows of its path, and stands behind these. Other than a chain only if `trees`.
+            tokens: may be part of a graph if `one_ahead`; else the logits of the call before, or what was drawn
+                from them, must have been evaluated.
+            parents: of the rows from row 1 on, each a row before it; None, the row before. A row sees the sequence
+                and the rows of its path, and stands behind these. Other than a chain only if `trees`.
 
         Returns:
-            Logits [R, V] in the model's type, not yet computed. Where single rows and rows of a chain have the same
-            bits, so has a row of a tree: those of a chain along its path.
+            Logits [R, V] in the model's type, not yet computed. Where rows of a chain have the bits of single
+            rows, so have rows of a tree: those of a chain along their path.
         """
 
     def keep(self, path: Path) -> None:
         """Of the latest `rows` only those of *path* were, one after the other; the others leave no trace.
 
-        Once for each `rows`, before anything else is called, but for `settle`. Does not wait, unless rows that others
-        rely on are taken back, or the lane computes the rows of the path again.
+        Once for each `rows`, before anything else is called, but for `settle`. Does not wait, unless rows that
+        others rely on are taken back, or the lane computes the rows of the path again.
 
         Args:
             path: rows, from row 0 on, each the parent of the next.
@@ -130,7 +130,8 @@ class Started:
         assert path[-1] < self.count, "a path has rows of this forward"
         for row, parent in zip(path[1:], path[:-1], strict=True):
             above = row - 1 if self.parents is None else self.parents[row - 1]
-            assert row > 0 and above == parent, "a row of a path is the parent of the next"
+            assert row > 0, "a path begins with row 0 alone"
+            assert above == parent, "a row of a path is the parent of the next"
         return next((place for place, row in enumerate(path) if row != place), len(path))
 
 

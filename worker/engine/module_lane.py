@@ -4,8 +4,8 @@ A paged layer is written in place only if the forward before was evaluated, so w
 built ahead. What else a model keeps (windows, recurrent states, latent keys) stays in mlx-lm's objects, fresh ones
 for every job.
 
-Drafted rows that were wrong are cut off where a cache holds rows. A window or a recurrent state is put back to what it
-was before the forward, for which its arrays are kept, and the right rows are computed again.
+Drafted rows that were wrong are cut off where a cache holds rows. A window or a recurrent state is put back to
+what it was before the forward, for which its arrays are kept, and the right rows are computed again.
 """
 
 from __future__ import annotations
@@ -341,6 +341,7 @@ class ModuleForward:
             assert all(cache.is_trimmable() for cache in self._caches), "a recurrent state cannot go back"
             for cache in self._caches:
                 cache.trim(back)
+            self._rows -= back
 
     def _evaluate(self) -> None:
         others = [cache.state for cache in self._caches if not isinstance(cache, PagedCache)]

@@ -100,7 +100,10 @@ class Packed:
         return self.joined(x, self.attention(q, kv), layer)
 
     def attention(self, q: mx.array, kv: mx.array) -> mx.array:
-        """Heads T [1, H, R, D] of q T [H, R, D], the last R of n positions; kv: T [2, Hkv, n, D], keys before values."""
+        """Heads T [1, H, R, D] of queries T [H, R, D] at the last R of n positions.
+
+        kv: T [2, Hkv, n, D], keys before values.
+        """
         mask = "causal" if q.shape[1] > 1 else None
         heads: mx.array = mx.fast.scaled_dot_product_attention(
             q[None], kv[:1], kv[1:], scale=self.scale, mask=mask
