@@ -277,8 +277,8 @@ class Move(_Paged):
 
     def __init__(self, packed: Packed, layer: Layer) -> None:
         super().__init__(packed, layer, MAX_ROWS, 2 * PAGE)
-        order = self.meta.tolist()[1:]  # type: ignore[index]
-        slots = np.array([page * PAGE + row for page in order for row in range(PAGE)], dtype=np.int32)
+        order = np.array(self.meta)[1:, None]
+        slots = (order * PAGE + np.arange(PAGE, dtype=np.int32)).reshape(-1)
         # From the second page over the end of the first and on; the last move is left out.
         self._moves = np.stack([slots[place : place + MAX_ROWS] for place in (40, 24)])
         self._moves[:, -1] = -1

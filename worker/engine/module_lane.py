@@ -30,7 +30,7 @@ from worker.kv.prefix import Opened
 # Positions for a model without pages, whose memory is not ours to count; no job's bytes hold a longer prompt.
 UNPAGED_POSITIONS: Final = 2**24
 _PROBE: Final = (0, 0, 0, 0, 0)
-# What a model raises that cannot do with pages, or MLX for it.
+# What a model or its caches raise that cannot do with pages, or cannot be put back, or MLX for them.
 _REFUSALS: Final = (
     ArithmeticError,
     AssertionError,
@@ -121,8 +121,8 @@ def _unrestored(model: Any) -> str:
                 for cache, state in zip(caches, before, strict=True):
                     cache.state = state
             answers.append(_probe(model, caches))
-    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
-        return f"its caches cannot be put back to an earlier row ({error})"
+    except _REFUSALS as error:
+        return f"its caches cannot be put back to an earlier row ({str(error) or type(error).__name__})"
     same = mx.array_equal(answers[0], answers[1], equal_nan=True).item()
     return "" if same else "its caches are not what they were when put back"
 
@@ -282,7 +282,7 @@ class ModuleForward:
         assert self.width >= done.count or len(path) == done.count, self.why_narrow
         copies = sequence.truncate(done.start + len(path))
         if copies:
-            self._write()
+            self.settle()
             for pool in self.pools:
                 pool.copy(copies)
         if self._before and len(path) < done.count:

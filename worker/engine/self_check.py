@@ -122,9 +122,9 @@ def choose(
         with timed(seconds, "trial", clock):
             kernels[IN_PLACE] = _tried(packed, sizes, report)
     in_place = kernels.get(IN_PLACE) == ON
-    right = {name: name in checked and checked[name].ok for name in (*_SWITCHED, *_TREES)}
-    trees = all(right.pop(name) for name in _TREES)
-    switches = replace(Switches(trees=trees), **right)
+    right = [name for name, one in checked.items() if one.ok]
+    trees = all(name in right for name in _TREES)
+    switches = replace(Switches(trees=trees), **{name: name in right for name in _SWITCHED})
     if in_place:
         with timed(seconds, "time", clock):
             switches = _faster(packed, switches, kernels, report, clock)
