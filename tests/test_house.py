@@ -38,7 +38,7 @@ SOCKET_FILES = {
 # pages stand the arrays that they are about.
 MLX_FILES = {"worker/gguf.py", "worker/text.py", "worker/kv/pool.py", "worker/kv/cache.py"}
 # Drafts are thought out in plain Python; a drafter that is a model, and what drives a lane, are named here.
-SPECULATION_WITH_LANES: set[str] = set()
+SPECULATION_WITH_LANES = {"worker/speculation/build.py", "worker/speculation/executor.py"}
 CATCH_ALL_FILES = {"broker/loop.py", "worker/loop.py", "mtplx/cli/program.py"}
 
 

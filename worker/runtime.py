@@ -18,7 +18,7 @@ from worker.engine.reference import ReferenceEngine
 from worker.job import run_job
 from worker.kernels import disk_cache
 from worker.loop import Offer, Worker
-from worker.speculation.build import width
+from worker.speculation.build import may_fork, width
 from worker.width import WidthGate
 
 
@@ -46,7 +46,12 @@ def engine_of(settings: Settings, loaded: LoadedModel, kernels: Path | None) -> 
         return ReferenceEngine(loaded, settings.prefill_chunk), {"lane": "reference", "row_invariant": False}
     return build(
         loaded,
-        Options(kv_bytes=settings.kv_bytes, prefill_chunk=settings.prefill_chunk, kernel_folder=kernels),
+        Options(
+            kv_bytes=settings.kv_bytes,
+            prefill_chunk=settings.prefill_chunk,
+            kernel_folder=kernels,
+            trees=may_fork(settings),
+        ),
     )
 
 

@@ -1,7 +1,7 @@
 """The worker's counterpart of the admission gate: the one job runs at the width that was planned for it.
 
-Width 1 is the serial B1 path, called directly. A wider plan is carried out by the executor that is installed; without
-one it is an error, never a job that runs narrower than planned.
+Width 1 is the serial B1 path, called directly. A wider plan is carried out by the executor that is installed;
+without one it is an error, never a job that runs narrower than planned.
 """
 
 from __future__ import annotations

@@ -48,7 +48,13 @@ def test_chunks_are_gap_free_and_the_final_record_adds_up(room):
     assert final.sha256 == trajectory_sha256(ids)
     assert final.prompt_tokens == len(room.loaded.tokenizer.encode("the quick brown fox"))
     assert (final.route, final.row_invariant, final.cached_tokens) == ("serial_b1", False, 0)
-    assert final.speculation == {"drafted": 0, "accepted_by_depth": [], "verify_forwards": 12, "widths": {"1": 12}}
+    assert final.speculation == {
+        "drafted": 0,
+        "accepted_by_depth": [],
+        "verify_forwards": 12,
+        "widths": {"1": 12},
+        "why": "no width executor is installed",
+    }
     assert 0 < final.prefill_s <= final.first_token_s
     assert final.decode_s == 11
     assert ("decode", 12, 12) in room.heard

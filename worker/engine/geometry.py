@@ -1,4 +1,4 @@
-"""The geometry probe: what a forward of R rows costs on this device, by context, and whether its rows come out alike.
+"""The geometry probe: what a forward of R rows costs here, by context, and whether its rows come out alike.
 
 Rows are dummies behind a context of rows that nobody computed: time does not depend on what they hold. A step is
 timed as the loop runs it, each built while the one before it runs; beside it one that waits, as a step must whose
@@ -19,6 +19,7 @@ from typing import Any, Final
 import mlx.core as mx
 
 from worker.engine.forward import MAX_ROWS, Forward, rows_needed
+from worker.engine.visibility import number_of
 from worker.kv.pages import Pages
 from worker.kv.pages import Sequence as Rows
 from worker.kv.prefix import Opened
@@ -42,8 +43,8 @@ class Geometry:
     """The figures.
 
     ms: for each context, of a step of each number of rows, one ahead of the host where the lane allows it.
-    overhead_ms: what a step of one row takes longer where the host waits for it. moved: for each number of rows, how
-    far the logits of row 0 are from those of a forward of one row, as a share of the largest.
+    overhead_ms: what a step of one row takes longer where the host waits for it. moved: for each number of rows,
+    how far the logits of row 0 are from those of a forward of one row, as a share of the largest.
     """
 
     rows: tuple[int, ...]
@@ -132,7 +133,7 @@ def _moved(forward: Forward, sequence: Rows, context: int, rows: Sequence[int]) 
         _back(forward, sequence, context)
         alone = first if alone is None else alone
         share = mx.abs(first - alone).max() / mx.maximum(mx.abs(alone).max(), 1e-30)
-        yield float(share.item())
+        yield number_of(share)
 
 
 def kept(path: Path) -> Geometry | None:

@@ -180,7 +180,7 @@ class SerialEngine:
 
     def _running(self) -> _Run:
         if self._run is None:
-            raise RuntimeError("no request was started")
+            raise RuntimeError("step() without a started request")
         return self._run
 
     def counts(self) -> dict[str, int] | None:
@@ -225,8 +225,8 @@ class SerialEngine:
 class _Run:
     """The request that runs.
 
-    ahead: the draw of the newest id, whose row nobody has computed. newest: that id, where a verify forward has told
-    it. decided: what comes before it and was not handed out. widths: forwards by rows.
+    ahead: the draw of the newest id, whose row nobody has computed. newest: that id, where a verify forward has
+    told it. decided: what comes before it and was not handed out. widths: forwards by rows.
     """
 
     request: EngineRequest

@@ -8,15 +8,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-import mlx.core as mx
-
 from mtplx.errors import SettingsError
 from mtplx.settings import SchedulerMode, Settings
 from worker.engine import geometry
 from worker.engine.dense_in_place import DenseInPlace
+from worker.engine.draw import warm_rows
 from worker.engine.engine import Engine
 from worker.engine.geometry import Extent, Geometry
-from worker.engine.load import LoadedModel, device_name
+from worker.engine.load import LoadedModel, chip_name, device_name
 from worker.engine.serial import SerialEngine
 from worker.engine.verify_bank import SIZES
 from worker.speculation.costs import Costs, Measured
@@ -39,6 +38,12 @@ class Width:
     stage: str
     executor: HyperWidthExecutor | None
     info: dict[str, Any]
+
+
+def may_fork(settings: Settings) -> bool:
+    """Whether jobs may verify trees, so that the lane gets ready for them."""
+    drafts = settings.scheduler_mode is SchedulerMode.HYPER and settings.draft != "none"
+    return drafts and settings.hyper_stage in ("auto", "h2")
 
 
 def width(settings: Settings, loaded: LoadedModel, engine: Engine, clock: Callable[[], float]) -> Width:
@@ -65,9 +70,11 @@ def width(settings: Settings, loaded: LoadedModel, engine: Engine, clock: Callab
         overhead_ms=found.overhead_ms,
         sizes=SIZES if isinstance(forward, DenseInPlace) else (),
     )
-    trees = forward.trees and settings.hyper_stage != "h1"
+    trees = forward.trees and may_fork(settings)
     parts = Parts(drafter=drafter, measured=Measured(costs), trees=trees, clock=clock)
     executor = HyperWidthExecutor(parts, forward.width)
+    if executor.width > 1 and device_name() != "cpu":
+        warm_rows(loaded.width, loaded.vocabulary, loaded.dtype, SIZES[1:])
     stage = "h0" if executor.width == 1 else "h2" if trees else "h1"
     info = {
         "width_executor": True,
@@ -99,7 +106,7 @@ def _geometry(folder: Path, loaded: LoadedModel, engine: SerialEngine, clock: Ca
         "vocabulary": loaded.width,
         "dtype": loaded.dtype,
         "device": device_name(),
-        "chip": str(mx.device_info().get("device_name", "")),
+        "chip": chip_name(),
         "mlx": version("mlx"),
         "lane": type(forward).__name__,
         "row_invariant": forward.row_invariant,
@@ -108,8 +115,6 @@ def _geometry(folder: Path, loaded: LoadedModel, engine: SerialEngine, clock: Ca
     path = geometry.place(folder, facts)
     found = geometry.kept(path)
     if found is None:
-        found = geometry.measure(
-            forward, engine.index.pages, _SLOW if device_name() == "cpu" else _FAST, clock
-        )
+        found = geometry.measure(forward, engine.index.pages, _SLOW if device_name() == "cpu" else _FAST, clock)
         geometry.keep(found, path)
     return found

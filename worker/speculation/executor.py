@@ -1,8 +1,8 @@
 """Runs a job's own speculative rows: a draft, one forward over it, and what of it holds.
 
 The serial engine computes and draws; here is decided when a forward has more rows than one. While nothing is
-drafted it runs one token ahead, as it does alone, and its newest id is not known yet: what was expected in its place
-is left out of the first draft. After a forward with drafts all is known, and the next draft begins behind it.
+drafted it runs one token ahead, as it does alone, and its newest id is not known yet: what was expected in its
+place is left out of the first draft. After a forward with drafts all is known, and the next one begins behind it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from worker.engine.draw import NOT_A_NUMBER
 from worker.engine.engine import Engine, EngineRequest, Figures, PrefillProgress, Step
 from worker.engine.serial import SerialEngine
 from worker.speculation.costs import Measured
-from worker.speculation.draft import Draft, Drafter, Proposal, left_trunk
+from worker.speculation.draft import MAX_NODES, Draft, Drafter, Proposal, left_trunk
 from worker.speculation.planner import Plan, Planner
 from worker.speculation.shadow import Shadow
 from worker.width import Meta, WidthPlan
@@ -155,13 +155,17 @@ class SpeculatingEngine:
     def _verify_a_draft(self) -> None:
         """Run a forward over a draft in place of the next plain one, if there is one that is worth it."""
         serial, newest = self._serial, self._serial.newest
-        limit = min(self._width - 1, serial.left)
+        # Behind the last node one more is drawn.
+        limit = min(self._width, serial.left) - 1
         if limit < 1 or newest == NOT_A_NUMBER:
             return
         if newest is not None:
             self._became_text(newest)
             self._told = True
-        whole = self._drafter.propose(limit + (newest is None), 0 if newest is None else _MOST_FORKS)
+        if newest is None:
+            whole = self._drafter.propose(min(limit + 1, MAX_NODES), 0)
+        else:
+            whole = self._drafter.propose(limit, _MOST_FORKS)
         proposal = _behind_first(whole) if newest is None else whole
         plan = self._planner.plan(serial.position, proposal.margins, proposal.turns)
         self._outcome = _Outcome(plan)
