@@ -54,7 +54,9 @@ class Oracle:
             return Proposal()
         draw = random.Random(self._done)
         tokens = [(one + 1) % self.vocabulary if draw.random() < self.share else one for one in right]
-        turns = tuple(depth + 1 for depth, pair in enumerate(zip(tokens, right, strict=True)) if pair[0] != pair[1])
+        turns = tuple(
+            depth + 1 for depth, pair in enumerate(zip(tokens, right, strict=True)) if pair[0] != pair[1]
+        )
         if forks and turns and limit > len(tokens[: turns[0]]):
             depth = turns[0]
             trunk = tokens[: limit - 1]
@@ -128,9 +130,7 @@ def test_an_answer_with_drafts_is_the_answer_without(
     if share == 0.0:
         assert figures.verify_forwards < TOKENS / 2, "what is right is kept"
         assert figures.drafting["rows_committed"] == figures.drafted
-    assert figures.drafting["rows_launched"] == sum(
-        (rows - 1) * count for rows, count in figures.widths.items()
-    )
+    assert figures.drafting["rows_launched"] == sum((rows - 1) * count for rows, count in figures.widths.items())
     engine.index.pages.check()
 
 
@@ -211,11 +211,10 @@ def test_numbers_that_are_none_end_a_job_with_drafts_as_they_end_a_plain_one(
     monkeypatch.setattr(engine.forward, "rows", spoiled)
     drafter = Oracle(answer, loaded.vocabulary, random.Random(0), 0.0)
     wide = executor(engine, drafter).run(WidthPlan(engine.forward.width), engine)
-    got = []
+    got: list[int] = []
     wide.start(request, unheard)
     with pytest.raises(NumericError):
-        while True:
-            got.append(wide.step().token)
+        got.extend(wide.step().token for _ in range(20))
     wide.stop()
     assert got == answer[: len(got)]
     assert len(got) < 20
