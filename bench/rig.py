@@ -76,7 +76,11 @@ class Placed:
         self.one_ahead = lane.one_ahead
         self.prefix_reuse = lane.prefix_reuse
         self.why = lane.why
-        self.rows, self.settle, self.end, self.trace = lane.rows, lane.settle, lane.end, lane.trace
+        self.width = lane.width
+        self.trees = lane.trees
+        self.why_narrow = lane.why_narrow
+        self.rows, self.keep, self.settle = lane.rows, lane.keep, lane.settle
+        self.end, self.trace = lane.end, lane.trace
         self._lane = lane
         self._opened: Opened | None = None
 

@@ -20,6 +20,7 @@ from mtplx.sizes import parse_size
 
 PREFIX: Final = "MTPLX_"
 STAGES: Final = ("auto", "h0", "h1", "h2")
+DRAFTS: Final = ("auto", "ngram", "mtp", "none")
 PRESETS: Final = ("solo", "latency", "agent", "throughput")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 # WELCOME tells limits, and milliseconds are a thousand times more; both must fit 64 bits.
@@ -59,6 +60,7 @@ class Settings:
     decode_batch_max: int = _setting(1, "Always 1: there is no batch.")
     batch_wait_ms: int = _setting(0, "Always 0: there is no gather window.")
     batching_preset: str = _setting("solo", "solo or latency; batched presets are refused.")
+    draft: str = _setting("auto", "Where drafts come from: auto, ngram, model:PATH, mtp, or none.")
     run_dir: Path = _setting(paths.default_run, "Folder of sockets and lock, mode 0700.")
     cache_dir: Path = _setting(_default_cache, "Folder of pulled models and compiled kernels.")
     front: str = _setting("", "Endpoint for producers (ipc:// or loopback tcp://); default in run_dir.")
@@ -102,6 +104,12 @@ class Settings:
         for name, (low, high) in _RANGES.items():
             if not low <= getattr(self, name) <= high:
                 raise SettingsError(f"{flag(name)} must be from {low} to {high}, not {getattr(self, name)}.")
+        path = self.draft.removeprefix("model:").strip()
+        if self.draft not in DRAFTS and (path == self.draft or not path):
+            raise SettingsError(
+                f"--draft {self.draft!r} is not known; it is one of {', '.join(DRAFTS)} or model:PATH, with the "
+                "directory or name of a smaller model that has the same tokenizer."
+            )
         if not self.model.strip():
             raise SettingsError("--model is empty; give a pulled name, a directory or a Hugging Face id.")
         try:
@@ -131,11 +139,6 @@ class Settings:
             raise SettingsError(
                 f"--batching-preset {self.batching_preset} is refused in hyper mode: it batches several "
                 "requests, and hyper runs one. Use solo or latency."
-            )
-        if self.hyper_stage in ("h1", "h2"):
-            raise SettingsError(
-                f"--hyper-stage {self.hyper_stage} needs a width executor, which this version does not have. "
-                "Use auto or h0."
             )
 
     @classmethod

@@ -37,6 +37,8 @@ SOCKET_FILES = {
 # The GGUF is read by MLX; the detokenizer and the stop matcher are mlx-lm's, and touch no array. Beside the books of the
 # pages stand the arrays that they are about.
 MLX_FILES = {"worker/gguf.py", "worker/text.py", "worker/kv/pool.py", "worker/kv/cache.py"}
+# Drafts are thought out in plain Python; a drafter that is a model, and what drives a lane, are named here.
+SPECULATION_WITH_LANES = {"worker/speculation/build.py", "worker/speculation/executor.py"}
 CATCH_ALL_FILES = {"broker/loop.py", "worker/loop.py", "mtplx/cli/program.py"}
 
 
@@ -66,6 +68,19 @@ def test_a_room_imports_only_what_its_rule_allows(path: Path) -> None:
         assert name.startswith(places) or name in MLX_FILES, "MLX is touched in the engine and the kernels alone"
     if "rich" in found:
         assert name.startswith("mtplx/cli/"), "only the command line draws tables"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "worker" / "speculation").glob("*.py")), ids=name_of)
+def test_speculation_imports_nothing_but_itself(path: Path) -> None:
+    if name_of(path) in SPECULATION_WITH_LANES:
+        return
+    assert imports(path) <= {"worker"}
+    modules = {
+        node.module or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)
+    }
+    assert {module for module in modules if module.startswith("worker")} <= {
+        f"worker.speculation.{name}" for name in ("draft", "costs", "ngram", "planner", "shadow")
+    }
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)

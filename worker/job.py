@@ -8,24 +8,25 @@ from mtplx.errors import BadJobError, JobError
 from mtplx.job import PROMPT_FIELDS, Job, capacity_error, context_error
 from mtplx.trajectory import trajectory_sha256
 from worker.attempt import Attempt, Chunk, Final, Progress
-from worker.engine.engine import Cancelled, Engine, EngineRequest, Figures, NumericError
+from worker.engine.engine import Cancelled, EngineRequest, Figures, NumericError
 from worker.engine.load import LoadedModel
 from worker.engine.sample import Sampling
 from worker.text import TextStream, encode_prompt
+from worker.width import Meta, WidthGate, WidthPlan
 
 Clock = Callable[[], float]
 
 
 def run_job(
     attempt: Attempt,
-    engine: Engine,
+    gate: WidthGate,
     loaded: LoadedModel,
     *,
     clock: Clock,
     cancelled: Callable[[], bool],
     progress: Progress,
 ) -> Iterator[Chunk | Final]:
-    """Run one attempt: a Chunk for each token drawn, then one Final.
+    """Run one attempt at the width that *gate* plans for it: a Chunk for each token drawn, then one Final.
 
     *cancelled* is asked between two prefill chunks and between two tokens; text still held back is then dropped.
     Closing the iterator ends the attempt as well. The engine is stopped on every way out.
@@ -35,7 +36,10 @@ def run_job(
         JobError: with code E_NUMERIC, when the model's numbers are not finite.
     """
     began = clock()
-    prompt, budget = _admit(attempt.job, loaded, engine.capacity)
+    prompt, budget = _admit(attempt.job, loaded, gate.singleton.capacity)
+    left = budget - len(attempt.drawn)
+    plan = gate.plan(Meta(speculation=attempt.job.speculation, prompt=len(prompt), budget=left))
+    engine = gate.engine(plan)
     answer = _Answer(attempt.job, loaded, budget)
     for token in attempt.drawn:
         answer.take(token)
@@ -48,7 +52,7 @@ def run_job(
 
     try:
         if answer.reason is None:
-            engine.start(_request(attempt, prompt, budget), reading)
+            engine.start(_request(attempt, prompt, left), reading)
         times.prefill_ended = clock()
         while answer.reason is None:
             if cancelled():
@@ -66,7 +70,7 @@ def run_job(
         raise JobError(f"The answer broke off at token {len(answer.ids)}: {error}.", code="E_NUMERIC") from error
     finally:
         figures = engine.stop()
-    yield _final(answer, len(prompt), times, figures)
+    yield _final(answer, len(prompt), times, figures, plan)
 
 
 def _admit(job: Job, loaded: LoadedModel, capacity: int) -> tuple[tuple[int, ...], int]:
@@ -88,7 +92,7 @@ def _admit(job: Job, loaded: LoadedModel, capacity: int) -> tuple[tuple[int, ...
     return prompt, min(job.max_tokens, min(loaded.context, capacity) - len(prompt))
 
 
-def _request(attempt: Attempt, prompt: tuple[int, ...], budget: int) -> EngineRequest:
+def _request(attempt: Attempt, prompt: tuple[int, ...], left: int) -> EngineRequest:
     job = attempt.job
     sampling = Sampling(
         seed=attempt.seed,
@@ -103,7 +107,6 @@ def _request(attempt: Attempt, prompt: tuple[int, ...], budget: int) -> EngineRe
         logit_bias=job.logit_bias,
         logprobs=job.logprobs,
     )
-    left = budget - len(attempt.drawn)
     return EngineRequest(prompt=prompt, drawn=attempt.drawn, sampling=sampling, max_tokens=left, cache=job.cache)
 
 
@@ -144,7 +147,7 @@ class _Times:
         self.last = now
 
 
-def _final(answer: _Answer, prompt_tokens: int, times: _Times, figures: Figures) -> Final:
+def _final(answer: _Answer, prompt_tokens: int, times: _Times, figures: Figures, plan: WidthPlan) -> Final:
     read = times.began if times.prefill_ended is None else times.prefill_ended
     return Final(
         finish_reason=answer.reason or "",
@@ -164,5 +167,7 @@ def _final(answer: _Answer, prompt_tokens: int, times: _Times, figures: Figures)
             "accepted_by_depth": list(figures.accepted_by_depth),
             "verify_forwards": figures.verify_forwards,
             "widths": {str(width): count for width, count in figures.widths.items()},
+            **figures.drafting,
+            **({"why": plan.why} if plan.why else {}),
         },
     )

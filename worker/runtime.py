@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from mtplx.job import MAX_INT
-from mtplx.settings import SchedulerMode, Settings
+from mtplx.settings import Settings
 from worker.engine.build import Options, build
 from worker.engine.engine import Engine
 from worker.engine.load import LoadedModel, device_name, load, resolve_model
@@ -18,6 +18,8 @@ from worker.engine.reference import ReferenceEngine
 from worker.job import run_job
 from worker.kernels import disk_cache
 from worker.loop import Offer, Worker
+from worker.speculation.build import may_fork, width
+from worker.width import WidthGate
 
 
 def start(settings: Settings, *, watch_stdin: bool = False) -> Worker:
@@ -31,8 +33,10 @@ def start(settings: Settings, *, watch_stdin: bool = False) -> Worker:
     loaded = load(resolve_model(settings.model, settings.cache_dir))
     engine, info = engine_of(settings, loaded, kernels)
     engine.warm_up()
-    run = partial(run_job, engine=engine, loaded=loaded, clock=perf_counter)
-    ready = offer(settings, loaded, engine.capacity, info)
+    wide = width(settings, loaded, engine, perf_counter)
+    gate = WidthGate(engine, wide.executor)
+    run = partial(run_job, gate=gate, loaded=loaded, clock=perf_counter)
+    ready = offer(settings, loaded, engine.capacity, info | wide.info, wide.stage)
     return Worker(settings, ready, run, counts=engine.counts, watch_stdin=watch_stdin)
 
 
@@ -42,17 +46,20 @@ def engine_of(settings: Settings, loaded: LoadedModel, kernels: Path | None) -> 
         return ReferenceEngine(loaded, settings.prefill_chunk), {"lane": "reference", "row_invariant": False}
     return build(
         loaded,
-        Options(kv_bytes=settings.kv_bytes, prefill_chunk=settings.prefill_chunk, kernel_folder=kernels),
+        Options(
+            kv_bytes=settings.kv_bytes,
+            prefill_chunk=settings.prefill_chunk,
+            kernel_folder=kernels,
+            trees=may_fork(settings),
+        ),
     )
 
 
-def offer(settings: Settings, loaded: LoadedModel, capacity: int, info: dict[str, Any]) -> Offer:
-    """What READY tells of this worker; *capacity*: as in `Engine`; *info*: what the engine adds."""
-    hyper = settings.scheduler_mode is SchedulerMode.HYPER
+def offer(settings: Settings, loaded: LoadedModel, capacity: int, info: dict[str, Any], stage: str) -> Offer:
+    """What READY tells of this worker; *capacity*: as in `Engine`; *info*: what engine and width add."""
     return Offer(
         mode=str(settings.scheduler_mode),
-        # No width executor is installed, so the only stage that can pay is the one of width 1.
-        stage="h0" if hyper else "",
+        stage=stage,
         model=loaded.name,
         vocabulary=loaded.vocabulary,
         context=min(loaded.context, capacity),
@@ -61,7 +68,6 @@ def offer(settings: Settings, loaded: LoadedModel, capacity: int, info: dict[str
             "dtype": loaded.dtype,
             **info,
             "context_why": _why(loaded.context, capacity, pool="pool" in info),
-            "width_executor": False,
             "versions": {
                 "python": platform.python_version(),
                 "mlx": version("mlx"),

@@ -18,6 +18,7 @@ from worker.attempt import Attempt
 from worker.engine.load import load
 from worker.engine.sample import KeyedSampler, Sampling
 from worker.job import run_job
+from worker.width import WidthGate
 
 # The random model would end its answer at a random place.
 NO_END = {"logit_bias": {"1": -1000}}
@@ -47,7 +48,13 @@ def test_chunks_are_gap_free_and_the_final_record_adds_up(room):
     assert final.sha256 == trajectory_sha256(ids)
     assert final.prompt_tokens == len(room.loaded.tokenizer.encode("the quick brown fox"))
     assert (final.route, final.row_invariant, final.cached_tokens) == ("serial_b1", False, 0)
-    assert final.speculation == {"drafted": 0, "accepted_by_depth": [], "verify_forwards": 12, "widths": {"1": 12}}
+    assert final.speculation == {
+        "drafted": 0,
+        "accepted_by_depth": [],
+        "verify_forwards": 12,
+        "widths": {"1": 12},
+        "why": "no width executor is installed",
+    }
     assert 0 < final.prefill_s <= final.first_token_s
     assert final.decode_s == 11
     assert ("decode", 12, 12) in room.heard
@@ -275,7 +282,7 @@ def test_the_wish_for_reuse_reaches_the_engine_and_the_final_record_tells_what_c
 def test_leaving_the_iterator_early_stops_the_engine(room):
     run = run_job(
         Attempt(job=Job.parse(PROMPT), seed=1),
-        room.engine,
+        WidthGate(room.engine),
         room.loaded,
         clock=room.tick,
         cancelled=lambda: False,

@@ -30,14 +30,14 @@ from worker.runtime import offer
 def test_ready_tells_what_a_job_can_have_and_why(
     tiny: LoadedModel, model: int, capacity: int, told: int, why: str
 ) -> None:
-    ready = offer(Settings(), replace(tiny, context=model), capacity, {"lane": "packed", "pool": {}})
+    ready = offer(Settings(), replace(tiny, context=model), capacity, {"lane": "packed", "pool": {}}, "h0")
     assert ready.context == told
     assert ready.info["context_why"] == why
     assert ready.info["lane"] == "packed"
 
 
 def test_without_a_pool_no_setting_of_memory_is_named(tiny: LoadedModel) -> None:
-    ready = offer(Settings(), replace(tiny, context=MAX_INT), 2**24, {"lane": "module"})
+    ready = offer(Settings(), replace(tiny, context=MAX_INT), 2**24, {"lane": "module"}, "h0")
     assert ready.info["context_why"] == "the model names no context; the worker takes no more"
-    ready = offer(Settings(), replace(tiny, context=2**25), 2**24, {"lane": "module"})
+    ready = offer(Settings(), replace(tiny, context=2**25), 2**24, {"lane": "module"}, "h0")
     assert ready.info["context_why"] == "the worker takes no more of the model's 33554432"

@@ -11,7 +11,7 @@ import pytest
 
 from worker.engine import serial
 from worker.engine.engine import Cancelled, EngineRequest, NumericError
-from worker.engine.forward import positions_within
+from worker.engine.forward import MAX_ROWS, Path, Started, branching, positions_within
 from worker.engine.load import LoadedModel
 from worker.engine.sample import Sampling
 from worker.engine.serial import SerialEngine
@@ -28,6 +28,9 @@ class Script:
     row_invariant = True
     prefix_reuse = True
     why = ""
+    width = MAX_ROWS
+    trees = True
+    why_narrow = ""
 
     def __init__(self, *, prefill_rows: int = 1, one_ahead: bool = True, spoiled: int | None = None) -> None:
         self.prefill_rows = prefill_rows
@@ -36,6 +39,7 @@ class Script:
         self.capacity = positions_within(PAGES, prefill_rows)
         self.heard: list[Any] = []
         self.opened: Opened | None = None
+        self.started: Started | None = None
 
     def begin(self, opened: Opened) -> None:
         self.opened = opened
@@ -48,11 +52,23 @@ class Script:
         self.opened.sequence.append(len(ids), prompt=True)
         return self._after(mx.array(ids[-1:])) if last else None
 
-    def rows(self, tokens: mx.array) -> mx.array:
+    def rows(self, tokens: mx.array, parents: Path | None = None) -> mx.array:
         assert self.opened is not None
+        assert self.started is None or self.started.parents is None, "of a tree a path is kept"
+        tree = branching(parents, tokens.size)
+        self.started = Started(self.opened.sequence.length, tokens.size, tree)
         self.opened.sequence.append(tokens.size, prompt=False)
-        self.heard.append(("rows", tokens.size))
+        self.heard.append(("rows", tokens.size) if tree is None else ("rows", tokens.size, tree))
         return self._after(tokens)
+
+    def keep(self, path: Path) -> None:
+        assert self.opened is not None
+        assert self.started is not None, "rows come first"
+        start, unmoved = self.started.start, self.started.unmoved(path)
+        self.started = None
+        self.opened.sequence.truncate(start + unmoved)
+        self.opened.sequence.append(len(path) - unmoved, prompt=False)
+        self.heard.append(("keep", path))
 
     def _after(self, tokens: mx.array) -> mx.array:
         assert self.opened is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -188,6 +189,25 @@ def test_writes_that_are_not_seen_mean_the_other_form(monkeypatch: pytest.Monkey
     assert set(choice.kernels.values()) == {"on"}
 
 
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("spoiled", ["", "move_rows", "attention over a tree"])
+def test_trees_are_offered_where_their_kernels_are_right(spoiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(launch: Launch) -> bool:
+        return bool(spoiled) and ("tree" in launch.kernel.inputs or launch.kernel.name == "move_rows")
+
+    def wrong(launch: Launch, out: mx.array) -> mx.array:
+        return out + 1 if spoiled == "move_rows" == launch.kernel.name else out
+
+    machine = Machine(spoiled=wrong) if spoiled == "move_rows" else Machine(refused=refused)
+    with machine.on(monkeypatch):
+        choice = choose(packed(), prefill_rows=ROWS, sizes=replace(FEW, trees=True))
+    assert choice.in_place, "chains need neither"
+    assert choice.switches == Switches(trees=not spoiled)
+    states = {name: choice.kernels.pop(name) for name in ("attention over a tree", "move_rows")}
+    assert choice.kernels == ALL_ON
+    assert (set(states.values()) == {"on"}) == (not spoiled)
+
+
 def test_products_that_lose_time_are_off(quick: dict[str, Taken], monkeypatch: pytest.MonkeyPatch) -> None:
     quick |= {"on": Taken(1.04, 1.04), "off": Taken(1.0, 1.0)}
     choice = chosen(Machine(), monkeypatch, packed())
@@ -261,7 +281,7 @@ def test_every_kernel_that_a_forward_launches_is_checked(
     model = packed(kind, mx.bfloat16, quantized=quantized, num_hidden_layers=4)
     shape = Shape(4, 2, 16, mx.bfloat16)
     with without_running(monkeypatch), dialect.recorded() as launched:
-        for switches in (Switches(), Switches(matvec=False)):
+        for switches in (Switches(trees=True), Switches(matvec=False)):
             pool = Pool(shape, 12)
             for size in SIZES:
                 meta = mx.zeros((8,), dtype=mx.int32)
@@ -271,9 +291,11 @@ def test_every_kernel_that_a_forward_launches_is_checked(
             lane.begin(Opened(sequence, (), b"", False, (), 0, True))
             for start in (0, ROWS):
                 lane.read(range(ROWS), last=start > 0)
+            lane.trace()
     with without_running(monkeypatch), dialect.recorded() as checked:
-        for case in cases(model, ROWS, SIZES, (0,)):
+        for case in Sizes(trees=True).cases(model, ROWS, (0,)):
             case.got()
+    assert {"move_rows", "attention_combine"} <= {one.kernel.name for one in launched}
     assert texts(launched) <= texts(checked)
     assert len(texts(launched)) > 20
 

@@ -12,6 +12,7 @@ from mtplx.job import Job
 from worker.attempt import Attempt, Chunk, Final
 from worker.engine.load import LoadedModel
 from worker.job import run_job
+from worker.width import WidthGate
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Room:
         attempt = Attempt(job=Job.parse(body), seed=seed, drawn=drawn)
         *chunks, final = run_job(
             attempt,
-            self.engine,
+            WidthGate(self.engine),
             self.loaded,
             clock=self.tick,
             cancelled=self.cancelled,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -54,6 +54,7 @@ class Options:
     prefill_rows: rows of a prefill forward; None, from the table.
     form: of the cache, taken unchecked; None, the fastest that passes the check at start.
     switches: of the in-place form where *form* is given.
+    trees: drafts may branch, for which the in-place form checks and compiles more at start.
     kernel_folder: where compiled kernels are kept; None, nowhere.
     """
 
@@ -62,6 +63,7 @@ class Options:
     prefill_rows: int | None = None
     form: str | None = None
     switches: Switches = Switches()
+    trees: bool = False
     kernel_folder: Path | None = None
 
     def rows(self, loaded: LoadedModel) -> int:
@@ -152,8 +154,12 @@ def _packed(loaded: LoadedModel, options: Options) -> Lane:
 def _choice(packed: Packed, options: Options, rows: int) -> self_check.Choice:
     """What is used: as given, unchecked, or what the check at start finds."""
     if options.form is not None:
-        return self_check.Choice(switches=options.switches, in_place=options.form == IN_PLACE)
-    return self_check.choose(packed, prefill_rows=max(rows, PAGE), kernel_folder=options.kernel_folder)
+        switches = replace(options.switches, trees=options.trees)
+        return self_check.Choice(switches=switches, in_place=options.form == IN_PLACE)
+    sizes = self_check.Sizes(trees=options.trees)
+    return self_check.choose(
+        packed, prefill_rows=max(rows, PAGE), kernel_folder=options.kernel_folder, sizes=sizes
+    )
 
 
 def _dense(packed: Packed, pool: Pool, form: str, rows: int, switches: Switches) -> Forward:

@@ -16,11 +16,12 @@ import mlx.core as mx
 import numpy as np
 
 from worker.engine.packed import Layer, Linear, Packed
-from worker.kernels import read_pages, rope_write, swiglu
+from worker.kernels import read_pages, rope_write, rows, swiglu
 from worker.kernels.attention import attend
 from worker.kernels.dialect import MAX_ROWS, PAGE
 from worker.kernels.matvec import Affine, Extras, matvec, serves, unserved
 from worker.kernels.matvec import reference as plain_matvec
+from worker.kernels.move_rows import move_rows
 from worker.kernels.operands import width_of
 from worker.kv.pages import pages_for
 
@@ -79,6 +80,15 @@ def left_out(packed: Packed) -> dict[str, str]:
     width = _gates(packed.layers[0])
     found = {"matvec": ", ".join(weights), "swiglu": "" if swiglu.serves(width) else f"an MLP {width // 2} wide"}
     return {name: what for name, what in found.items() if what}
+
+
+def tree_cases(packed: Packed, sizes: Sequence[int], contexts: Sequence[int]) -> Iterator[Case]:
+    """The kernels that forwards over trees of *sizes* launch beside those of chains."""
+    for layer in {layer.heads: layer for layer in packed.layers}.values():
+        for count in sizes:
+            for context in contexts:
+                yield Tree(packed, layer, count, context)
+    yield Move(packed, packed.layers[0])
 
 
 def some(shape: Sequence[int], dtype: mx.Dtype, seed: int) -> mx.array:
@@ -210,15 +220,19 @@ class _Paged(_Plain):
         joint = (self.heads.heads + 2 * self.heads.kv_heads) * self.heads.dim
         self.qkv = some((count, joint), packed.dtype, 3)
 
-    def pool(self) -> mx.array:
-        """A new one, the same every time."""
+    def held(self) -> np.ndarray:
+        """What the pool holds, float32, the same every time."""
         shape = (2, self.heads.kv_heads, (self.meta.size + 1) * PAGE, self.heads.dim)
         held = np.random.default_rng(4).standard_normal(shape, dtype=np.float32)
         length, *order = self.meta.tolist()  # type: ignore[misc]
         written = np.concatenate([page * PAGE + np.arange(PAGE) for page in order])[:length]
         unwritten = np.setdiff1d(np.arange(shape[2]), written)
         held[:, :, unwritten] = math.nan
-        pool = mx.array(held).astype(self.qkv.dtype)
+        return held
+
+    def pool(self) -> mx.array:
+        """A new one, the same every time."""
+        pool = mx.array(self.held()).astype(self.qkv.dtype)
         mx.eval(pool)
         return pool
 
@@ -235,6 +249,51 @@ class Attention(_Paged):
     def want(self) -> Result:
         """As in `Case`."""
         return attend(self.qkv, self.table, self.pool(), self.meta, self.heads, use_kernel=False)
+
+
+class Tree(_Paged):
+    """As `Attention`, of rows that branch twice."""
+
+    kernel = "attention over a tree"
+
+    @property
+    def _tree(self) -> mx.array:
+        return rows.tree_array([-1, 0, 0, *(row - 2 for row in range(3, self.count))])
+
+    def got(self) -> Result:
+        """As in `Case`."""
+        return attend(self.qkv, self.table, self.pool(), self.meta, self.heads, self._tree)
+
+    def want(self) -> Result:
+        """As in `Case`."""
+        pool = self.pool()
+        return attend(self.qkv, self.table, pool, self.meta, self.heads, self._tree, use_kernel=False)
+
+
+class Move(_Paged):
+    """Rows of a sequence over the rows before them, as many as a tree may move."""
+
+    kernel = "move_rows"
+
+    def __init__(self, packed: Packed, layer: Layer) -> None:
+        super().__init__(packed, layer, MAX_ROWS, 2 * PAGE)
+        order = np.array(self.meta)[1:, None]
+        slots = (order * PAGE + np.arange(PAGE, dtype=np.int32)).reshape(-1)
+        # From the second page over the end of the first and on; the last move is left out.
+        self._moves = np.stack([slots[place : place + MAX_ROWS] for place in (40, 24)])
+        self._moves[:, -1] = -1
+
+    def got(self) -> Result:
+        """As in `Case`."""
+        again, pool = move_rows(self.pool(), mx.array(self._moves))
+        return again.astype(mx.float32), pool
+
+    def want(self) -> Result:
+        """As in `Case`: by the host, for whose scatter MLX on CUDA would have to compile its own."""
+        held = self.held()
+        sources, targets = self._moves[:, :-1]
+        held[:, :, targets] = held[:, :, sources]
+        return mx.array(self._moves.astype(np.float32)), mx.array(held).astype(self.qkv.dtype)
 
 
 class Write(_Paged):

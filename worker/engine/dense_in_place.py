@@ -2,7 +2,8 @@
 
 MLX does not see a write in place. Within a forward the reader takes the writer's output; between two forwards the
 order comes from the data: tokens that the device has drawn come after the logits of the forward before, and a
-length that the host sets anew, which all kernels of a forward take, is made to depend on them.
+length that the host sets anew, which all kernels of a forward take, is made to depend on them, or on the moves of
+rows that were kept.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from collections.abc import Sequence as Ids
 
 import mlx.core as mx
 
-from worker.engine.forward import positions_within
+from worker.engine.forward import MAX_ROWS, Path, Started, branching, positions_within
 from worker.engine.packed import Layer, Packed
-from worker.engine.verify_bank import SIZES, Switches, VerifyBank, size_for
+from worker.engine.verify_bank import SIZES, TREE_SIZES, Switches, VerifyBank, size_for
+from worker.kernels import rows as trees_of
+from worker.kernels.move_rows import move_rows
 from worker.kernels.read_pages import read_pages
 from worker.kernels.rope_write import rope_write
 from worker.kernels.swiglu import swiglu
@@ -22,12 +25,19 @@ from worker.kv.pool import Pool
 from worker.kv.prefix import Opened
 
 
+def never(array: mx.array) -> mx.array:
+    """[1]: False whatever logits or moves *array* holds, but computed after it."""
+    one = array.reshape(-1)[:1]
+    return one < -1 if array.dtype == mx.int32 else mx.isnan(one) & mx.isfinite(one)
+
+
 class DenseInPlace:
     """The `Forward` of the dense family over kernels that write the pools."""
 
     one_ahead = True
     prefix_reuse = True
     why = ""
+    width = MAX_ROWS
 
     def __init__(self, packed: Packed, pool: Pool, *, prefill_rows: int, switches: Switches) -> None:
         self.bank = VerifyBank(packed, switches)
@@ -37,13 +47,18 @@ class DenseInPlace:
         self._packed = packed
         self._pool = pool
         self._kernels = switches.kernels
+        self.trees = switches.trees
+        self.why_narrow = "" if switches.trees else "forwards over trees are switched off"
         # Room for the longest table, and never so short that MLX passes it by value.
         self._width = max(8, 1 + pool.pages)
         self._sequence: Sequence | None = None
         self._meta: mx.array | None = None
         # Length of the sequence and version of its table for which meta was made.
         self._meta_of = (-1, -1)
+        # What comes after all that was started.
         self._latest: mx.array | None = None
+        # The latest rows that may still be taken back.
+        self._open: Started | None = None
 
     def begin(self, opened: Opened) -> None:
         """As in `Forward`."""
@@ -78,20 +93,41 @@ class DenseInPlace:
         mx.eval([] if before is None else before)
         return None
 
-    def rows(self, tokens: mx.array) -> mx.array:
+    def rows(self, tokens: mx.array, parents: Path | None = None) -> mx.array:
         """As in `Forward`."""
         sequence, count = self._started(), tokens.size
+        assert self._open is None or self._open.parents is None, "of a tree a path is kept"
         size = size_for(count)
         if size > count:
             tokens = mx.concatenate([tokens, mx.zeros((size - count,), dtype=tokens.dtype)])
         meta = self._meta
         if meta is None or self._meta_of != (sequence.length, sequence.version):
             meta = self._meta_at(sequence.length)
-        logits, after, self._pool.arrays = self.bank.run(tokens, meta, self._pool.arrays)
+        self._open = Started(sequence.length, count, branching(parents, count))
+        logits, after, self._pool.arrays = self.bank.run(tokens, meta, self._pool.arrays, self._tree(size))
         sequence.append(count, prompt=False)
         self._meta, self._meta_of = after, (sequence.length + size - count, sequence.version)
         self._latest = logits
         return logits if size == count else logits[:count]
+
+    def keep(self, path: Path) -> None:
+        """As in `Forward`: in every layer a kernel moves the rows that have to."""
+        sequence, done = self._started(), self._open
+        assert done is not None, "rows come first"
+        unmoved = done.unmoved(path)
+        moved = path[unmoved:]
+        # Pages that are parted from others here still hold these rows, and are not written.
+        sources = [sequence.slot(done.start + row) for row in moved]
+        copies = sequence.truncate(done.start + unmoved)
+        self._open = None
+        if copies:
+            self.settle()
+            self._pool.copy(copies)
+            self._meta = None
+        if moved:
+            sequence.append(len(moved), prompt=False)
+            at = sequence.length - len(moved)
+            self._move(sources, [sequence.slot(at + place) for place in range(len(moved))])
 
     def settle(self) -> None:
         """As in `Forward`: the rows are in their pages once the latest forward has run."""
@@ -102,12 +138,17 @@ class DenseInPlace:
     def end(self) -> None:
         """As in `Forward`."""
         self.settle()
-        self._sequence = self._meta = None
+        self._sequence = self._meta = self._open = None
 
     def trace(self) -> None:
         """As in `Forward`."""
         for size in SIZES:
             self.rows(mx.zeros((size,), dtype=mx.uint32))
+            self.keep((0,))
+            self.settle()
+        for size in TREE_SIZES if self.trees else ():
+            self.rows(mx.zeros((size,), dtype=mx.uint32), (0,) * (size - 1))
+            self.keep((0, 2))
             self.settle()
 
     def _started(self) -> Sequence:
@@ -118,11 +159,25 @@ class DenseInPlace:
         """Meta of the sequence at *length*, after the latest forward. Unused places name its own last page."""
         table = self._started().table
         meta = mx.array([length, *table, *[table[-1]] * (self._width - 1 - len(table))], dtype=mx.int32)
-        if self._latest is None:
-            return meta
-        one = self._latest.reshape(-1)[:1]
-        # Nothing is added, whatever the number is; but the sum is computed after it.
-        return meta + (mx.isnan(one) & mx.isfinite(one))
+        return meta if self._latest is None else meta + never(self._latest)
+
+    def _tree(self, size: int) -> mx.array | None:
+        """The tree of the latest rows for a forward of *size*: rows beyond them stand alone."""
+        if self._open is None or self._open.parents is None:
+            return None
+        assert self.trees, self.why_narrow
+        return trees_of.tree_array([-1, *self._open.parents, *[-1] * (size - self._open.count)])
+
+    def _move(self, sources: list[int], targets: list[int]) -> None:
+        """Move rows from slots to slots; all that is started later comes after it."""
+        # Always as many, so that there is one kernel.
+        left_out = [-1] * (MAX_ROWS - len(sources))
+        moves = mx.array([[*sources, *left_out], [*targets, *left_out]], dtype=mx.int32)
+        if self._latest is not None:
+            moves = moves + never(self._latest)
+        for number, array in enumerate(self._pool.arrays):
+            moves, self._pool.arrays[number] = move_rows(array, moves, use_kernel=self._kernels)
+        self._latest, self._meta = moves, None
 
     def _write(self, x: mx.array, layer: Layer, number: int, meta: mx.array) -> mx.array:
         """Queries T [B, H, D] of x T [B, K]; keys and values are written to the pool."""

@@ -46,6 +46,11 @@ class Drawn:
     top: tuple[mx.array, mx.array] | None
     path: mx.array | None = None
 
+    def only(self, row: int) -> Drawn:
+        """What was drawn after one of several rows, as of a single draw."""
+        top = None if self.top is None else (self.top[0][row], self.top[1][row])
+        return Drawn(self.token[row : row + 1], self.read[row : row + 1], top)
+
 
 @dataclass(frozen=True, slots=True)
 class _Verified:
@@ -173,3 +178,8 @@ def warm(width: int, vocabulary: int, dtype: mx.Dtype, rows: Iterable[int] = (1,
             drawn = draws.rows(logits, tokens, position, (0,) * (count - 1))
             draws.accept((0, count - 1))
             mx.eval(drawn.token, drawn.path, draws(logits[:1], position).token)
+
+
+def warm_rows(width: int, vocabulary: int, dtype: str, rows: Iterable[int]) -> None:
+    """As `warm`, of logits whose type is named *dtype*."""
+    warm(width, vocabulary, getattr(mx, dtype), rows)

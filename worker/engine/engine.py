@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from worker.engine.sample import Sampling
 from worker.kv.prefix import Cache
@@ -70,6 +70,7 @@ class Figures:
     cached_tokens: leading ids of the prompt whose rows were reused.
     prefix_exact: whether a cold run would have written the same bits into these rows.
     widths: how many decode forwards ran with that many rows.
+    drafting: what more there is to tell of drafts; empty where none were made.
     """
 
     route: str
@@ -80,6 +81,7 @@ class Figures:
     accepted_by_depth: tuple[int, ...] = ()
     verify_forwards: int = 0
     widths: dict[int, int] = field(default_factory=dict)
+    drafting: dict[str, Any] = field(default_factory=dict)
 
 
 class Engine(Protocol):

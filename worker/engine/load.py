@@ -103,3 +103,8 @@ def device_name() -> str:
     if mx.default_device().type == mx.DeviceType.cpu:
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
+
+
+def chip_name() -> str:
+    """The device as its maker calls it; empty where MLX does not tell."""
+    return str(mx.device_info().get("device_name", ""))

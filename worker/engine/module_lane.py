@@ -3,18 +3,23 @@
 A paged layer is written in place only if the forward before was evaluated, so where there is one, steps are not
 built ahead. What else a model keeps (windows, recurrent states, latent keys) stays in mlx-lm's objects, fresh ones
 for every job.
+
+Drafted rows that were wrong are cut off where a cache holds rows. A window or a recurrent state is put back to
+what it was before the forward, for which its arrays are kept, and the right rows are computed again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx.utils import tree_map
+from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
-from worker.engine.forward import positions_within, rows_needed
+from worker.engine.forward import MAX_ROWS, Path, Started, branching, positions_within, rows_needed
 from worker.engine.load import LoadedModel
 from worker.engine.memory import pages_for_model
 from worker.kv.cache import PagedCache, Table
@@ -25,7 +30,7 @@ from worker.kv.prefix import Opened
 # Positions for a model without pages, whose memory is not ours to count; no job's bytes hold a longer prompt.
 UNPAGED_POSITIONS: Final = 2**24
 _PROBE: Final = (0, 0, 0, 0, 0)
-# What a model raises that cannot do with pages, or MLX for it.
+# What a model or its caches raise that cannot do with pages, or cannot be put back, or MLX for them.
 _REFUSALS: Final = (
     ArithmeticError,
     AssertionError,
@@ -45,11 +50,14 @@ class Layout:
 
     shapes: one for each pool. places: for each cache of the model (pool, layer of it), or None where mlx-lm's own
     object stays. why: what keeps rows from being reused by another job, in words; empty if nothing does.
+    replays: some caches can only be put back as a whole. narrow: why no row can be taken back, in words.
     """
 
     shapes: tuple[Shape, ...]
     places: tuple[tuple[int, int] | None, ...]
     why: str
+    replays: bool = False
+    narrow: str = ""
 
     @property
     def page_bytes(self) -> int:
@@ -65,7 +73,17 @@ class Layout:
 
 
 def look_at(model: Any) -> Layout:
-    """Find out which caches of *model* can lie in pages: it is run on a few ids, and must answer the same then."""
+    """Find out which caches of *model* can lie in pages, and whether they can be put back.
+
+    It is run on a few ids, and must answer the same then.
+    """
+    layout = _paged(model)
+    if all(map(_holds_rows, make_prompt_cache(model))):
+        return layout
+    return replace(layout, replays=True, narrow=_unrestored(model))
+
+
+def _paged(model: Any) -> Layout:
     own = make_prompt_cache(model)
     wanted = _probe(model, own)
     layout = _layout(own)
@@ -81,6 +99,37 @@ def look_at(model: Any) -> Layout:
     if mx.any(off).item():
         return _unpaged(own, "it answers otherwise from pages than from mlx-lm's caches")
     return layout
+
+
+def _holds_rows(cache: Any) -> bool:
+    """Whether cutting rows off leaves what was there before them, bit by bit."""
+    if isinstance(cache, CacheList):
+        return all(map(_holds_rows, cache.caches))
+    return type(cache) in (KVCache, PagedCache)
+
+
+def _unrestored(model: Any) -> str:
+    """What keeps the caches of *model* from being put back, in words; empty if nothing does."""
+    answers: list[mx.array] = []
+    try:
+        for drafted in (False, True):
+            caches = make_prompt_cache(model)
+            mx.eval(model(_ids(_PROBE)[None], cache=caches))
+            if drafted:
+                before = [snapshot(cache) for cache in caches]
+                mx.eval(model(_ids((1, 1, 1))[None], cache=caches), [cache.state for cache in caches])
+                for cache, state in zip(caches, before, strict=True):
+                    cache.state = state
+            answers.append(_probe(model, caches))
+    except _REFUSALS as error:
+        return f"its caches cannot be put back to an earlier row ({str(error) or type(error).__name__})"
+    same = mx.array_equal(answers[0], answers[1], equal_nan=True).item()
+    return "" if same else "its caches are not what they were when put back"
+
+
+def snapshot(cache: Any) -> Any:
+    """The state of a cache of mlx-lm's, which later rows do not change: values, not the arrays' own names."""
+    return tree_map(lambda one: copy(one) if isinstance(one, mx.array) else one, cache.state)
 
 
 def _probe(model: Any, caches: list[Any]) -> mx.array:
@@ -166,6 +215,9 @@ class ModuleForward:
         self.one_ahead = not layout.shapes
         self.prefix_reuse = bool(layout.shapes) and not layout.why
         self.why = layout.why
+        self.width = 1 if layout.narrow else MAX_ROWS
+        self.trees = False
+        self.why_narrow = layout.narrow or "mlx-lm's modules take rows as a chain alone"
         self.pages = pages
         self.page_bytes = layout.page_bytes
         self.pools = [Pool(shape, pages) for shape in layout.shapes]
@@ -177,6 +229,10 @@ class ModuleForward:
         self._table: Table | None = None
         self._caches: list[Any] = []
         self._rows = 0
+        # The latest rows that may still be taken back, their tokens, and what cannot be cut off as it was before.
+        self._open: Started | None = None
+        self._tokens: mx.array | None = None
+        self._before: list[tuple[Any, Any]] = []
 
     def begin(self, opened: Opened) -> None:
         """As in `Forward`."""
@@ -206,9 +262,32 @@ class ModuleForward:
             self._evaluate()
         return self._forward(_ids(ids[-1:]), 1, prompt=True) if last else None
 
-    def rows(self, tokens: mx.array) -> mx.array:
+    def rows(self, tokens: mx.array, parents: Path | None = None) -> mx.array:
         """As in `Forward`."""
-        return self._forward(tokens, tokens.shape[0], prompt=False)
+        assert self._sequence is not None, "begin() comes first"
+        count = tokens.size
+        assert branching(parents, count) is None, self.why_narrow
+        self._take_back()
+        self._open, self._tokens, self._before = Started(self._sequence.length, count, None), tokens, []
+        if count > 1 and self._layout.replays and self.width > 1:
+            self._before = [(cache, snapshot(cache)) for cache in self._caches if not _holds_rows(cache)]
+        return self._forward(tokens, count, prompt=False)
+
+    def keep(self, path: Path) -> None:
+        """As in `Forward`."""
+        done, sequence = self._open, self._sequence
+        assert done is not None, "rows come first"
+        assert sequence is not None, "begin() comes first"
+        done.unmoved(path)
+        assert self.width >= done.count or len(path) == done.count, self.why_narrow
+        copies = sequence.truncate(done.start + len(path))
+        if copies:
+            self.settle()
+            for pool in self.pools:
+                pool.copy(copies)
+        if self._before and len(path) < done.count:
+            self._again(len(path), done.count)
+        self._open, self._tokens, self._before = None, None, []
 
     def trace(self) -> None:
         """As in `Forward`: nothing here is compiled ahead."""
@@ -220,8 +299,8 @@ class ModuleForward:
 
     def end(self) -> None:
         """As in `Forward`."""
-        self._sequence = self._table = None
-        self._caches = []
+        self._sequence = self._table = self._open = self._tokens = None
+        self._caches, self._before = [], []
 
     def _forward(self, tokens: mx.array, count: int, *, prompt: bool) -> mx.array:
         """Build a forward of *tokens*, of which the first *count* are rows of the sequence: logits [R, V]."""
@@ -236,6 +315,24 @@ class ModuleForward:
         self._rows = self._sequence.length + tokens.shape[0] - count
         return logits
 
+    def _again(self, kept: int, count: int) -> None:
+        """Put the caches back to before the latest *count* rows, and compute the first *kept* of these again."""
+        assert self._table is not None
+        assert self._tokens is not None
+        for cache in self._caches:
+            if _holds_rows(cache):
+                cache.trim(count)
+        for cache, state in self._before:
+            cache.state = state
+        if self.pools:
+            settle()
+        self._table.refresh()
+        self._model(self._tokens[None, :kept], cache=self._caches)
+        self._rows -= count - kept
+        if self.pools:
+            # Views that the forward took must be gone before the next one writes.
+            self._evaluate()
+
     def _take_back(self) -> None:
         """Bring the caches back to where the sequence ends."""
         assert self._sequence is not None
@@ -244,6 +341,7 @@ class ModuleForward:
             assert all(cache.is_trimmable() for cache in self._caches), "a recurrent state cannot go back"
             for cache in self._caches:
                 cache.trim(back)
+            self._rows -= back
 
     def _evaluate(self) -> None:
         others = [cache.state for cache in self._caches if not isinstance(cache, PagedCache)]

@@ -95,10 +95,23 @@ class Packed:
     def attended(self, x: mx.array, q: mx.array, kv: mx.array, layer: Layer) -> mx.array:
         """A block's first half T [R, K]: x plus the attention of its queries.
 
-        x: T [R, K]. q: T [H, R, D], of the last R of n positions. kv: T [2, Hkv, n, D], keys before values.
+        x: T [R, K]. q, kv: as in `attention`.
         """
-        mask = "causal" if x.shape[0] > 1 else None
-        heads = mx.fast.scaled_dot_product_attention(q[None], kv[:1], kv[1:], scale=self.scale, mask=mask)
+        return self.joined(x, self.attention(q, kv), layer)
+
+    def attention(self, q: mx.array, kv: mx.array) -> mx.array:
+        """Heads T [1, H, R, D] of queries T [H, R, D] at the last R of n positions.
+
+        kv: T [2, Hkv, n, D], keys before values.
+        """
+        mask = "causal" if q.shape[1] > 1 else None
+        heads: mx.array = mx.fast.scaled_dot_product_attention(
+            q[None], kv[:1], kv[1:], scale=self.scale, mask=mask
+        )
+        return heads
+
+    def joined(self, x: mx.array, heads: mx.array, layer: Layer) -> mx.array:
+        """X T [R, K] plus the product of heads T [1, H, R, D]."""
         return x + layer.out(heads[0].swapaxes(0, 1).reshape(x.shape[0], -1))
 
     def normed(self, x: mx.array, weight: mx.array) -> mx.array:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
@@ -18,9 +19,9 @@ from typing import Any, Final
 import mlx.core as mx
 
 from worker.engine import step_time
-from worker.engine.check_cases import Case, cases, left_out
+from worker.engine.check_cases import Case, Move, Tree, cases, left_out, tree_cases
 from worker.engine.packed import Packed
-from worker.engine.verify_bank import SIZES, Switches, unserved
+from worker.engine.verify_bank import SIZES, TREE_SIZES, Switches, unserved
 from worker.engine.visibility import BOUNDS, LAYERS, STEPS, Trial, apart, number_of, pools_apart
 from worker.kernels import disk_cache
 from worker.kernels.dialect import chosen, recorded, target
@@ -31,6 +32,8 @@ ON: Final = "on"
 IN_PLACE: Final = "in place"
 # Off with its switch; without any other kernel the pool is not written in place.
 _SWITCHED: Final = step_time.GROUPS
+# Without one of them drafts are chains.
+_TREES: Final = (Tree.kernel, Move.kernel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +59,19 @@ class Checked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much is checked: row counts, contexts of the attention, steps and layers of the trial."""
+    """How much is checked: row counts, contexts of the attention, steps and layers of the trial; trees, too."""
 
     rows: Sequence[int] = SIZES
     contexts: Sequence[int] = (0, 31, 700, 2100)
     steps: int = STEPS
     layers: int = LAYERS
+    trees: bool = False
+
+    def cases(self, packed: Packed, prefill_rows: int, contexts: Sequence[int]) -> Iterator[Case]:
+        """All that is checked of *packed*, the attention behind every one of *contexts*."""
+        trees = [size for size in self.rows if size in TREE_SIZES] if self.trees else []
+        more = tree_cases(packed, trees, contexts) if trees else ()
+        return chain(cases(packed, prefill_rows, self.rows, contexts), more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,14 +115,16 @@ def choose(
     with timed(seconds, "compile", clock):
         compiled = prepare(packed, prefill_rows, kernel_folder, sizes)
     with timed(seconds, "check", clock):
-        checked = check(cases(packed, prefill_rows, sizes.rows, sizes.contexts))
+        checked = check(sizes.cases(packed, prefill_rows, sizes.contexts))
     kernels = {name: str(one) for name, one in checked.items()}
     report: dict[str, Any] = {"checks": {name: asdict(one) for name, one in checked.items()}, "compiled": compiled}
-    if all(one.ok for name, one in checked.items() if name not in _SWITCHED):
+    if all(one.ok for name, one in checked.items() if name not in (*_SWITCHED, *_TREES)):
         with timed(seconds, "trial", clock):
             kernels[IN_PLACE] = _tried(packed, sizes, report)
     in_place = kernels.get(IN_PLACE) == ON
-    switches = replace(Switches(), **{name: name in checked and checked[name].ok for name in _SWITCHED})
+    right = [name for name, one in checked.items() if one.ok]
+    trees = all(name in right for name in _TREES)
+    switches = replace(Switches(trees=trees), **{name: name in right for name in _SWITCHED})
     if in_place:
         with timed(seconds, "time", clock):
             switches = _faster(packed, switches, kernels, report, clock)
@@ -140,7 +152,7 @@ def prepare(packed: Packed, prefill_rows: int, folder: Path | None, sizes: Sizes
         return 0
     with recorded() as launches:
         # A kernel's text does not depend on how far the sequence is.
-        for case in cases(packed, prefill_rows, sizes.rows, (0,)):
+        for case in sizes.cases(packed, prefill_rows, (0,)):
             case.got()
     return disk_cache.fill(launches, folder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
@@ -22,6 +23,7 @@ from worker.engine.forward import MAX_ROWS, Forward, rows_needed
 from worker.engine.load import LoadedModel
 from worker.engine.sample import Sampling
 from worker.kv.prefix import Opened, PrefixIndex
+from worker.speculation.draft import Draft
 
 # Prompt rows after which memory kept for reuse is given back: each forward's rows so far are of another size.
 _FREED_EVERY: Final = 2048
@@ -82,22 +84,71 @@ class SerialEngine:
 
     def step(self) -> Step:
         """As in `Engine`."""
-        run = self._run
-        if run is None or run.ahead is None:
-            raise RuntimeError("step() without a started request, or beyond its budget")
-        drawn, run.ahead = run.ahead, None
-        more = run.steps + 1 < run.request.max_tokens
-        if more and self.forward.one_ahead:
-            run.ahead = self._next(run, drawn)
-        token = cast("int", drawn.read.item())
-        if token == NOT_A_NUMBER:
-            run.failed = True
-            raise NumericError("the model produced NaN or infinite logits")
-        run.steps += 1
-        run.answer.append(token)
-        if more and run.ahead is None:
-            run.ahead = self._next(run, drawn)
-        return Step(token, _pairs(drawn))
+        run = self._running()
+        if not run.decided:
+            drawn = run.take_ahead()
+            more = len(run.answer) + 1 < run.request.max_tokens
+            if more and self.forward.one_ahead:
+                ahead = self._next(run, drawn)
+                run.decided.append(run.read(drawn))
+                run.ahead = ahead
+            else:
+                run.decided.append(run.read(drawn))
+                if more:
+                    run.ahead = self._next(run, drawn)
+        step = run.decided.popleft()
+        run.answer.append(step.token)
+        return step
+
+    def verify(self, draft: Draft) -> tuple[int, ...]:
+        """Run one forward over the newest id and *draft*, in place of the next plain one.
+
+        What it decides is handed out by the next steps, as plain ones would have drawn it.
+
+        Returns:
+            The path that was kept: rows, 0 for the newest id.
+        """
+        run = self._running()
+        drawn = run.take_ahead()
+        if not self.forward.one_ahead:
+            run.decided.append(run.read(drawn))
+        tokens = mx.concatenate([drawn.token, mx.array(draft.tokens, dtype=mx.uint32)])
+        parents = None if draft.is_chain else draft.parents
+        first = place(run.opened.sequence.length + 1)
+        wide = run.draws.rows(self.forward.rows(tokens, parents), tokens, first, parents)
+        assert wide.path is not None, "a draw of rows tells the path"
+        mx.async_eval(wide.path, *(wide.top or ()))  # type: ignore[no-untyped-call]
+        if self.forward.one_ahead:
+            run.decided.append(run.read(drawn))
+        last, *read = cast("list[int]", wide.path.tolist())
+        path = draft.paths()[last]
+        run.decided += [Step(draft.tokens[row - 1], _pairs(wide.top, draft.parents[row - 1])) for row in path[1:]]
+        self.forward.keep(path)
+        run.draws.accept(path)
+        run.widths[draft.width] += 1
+        run.ahead, run.newest = wide.only(last), read[last]
+        return path
+
+    @property
+    def decided(self) -> int:
+        """Ids that a verify forward has decided, and that `step` has not handed out."""
+        return len(self._running().decided)
+
+    @property
+    def newest(self) -> int | None:
+        """The id that the next forward is fed, where the host knows it; `NOT_A_NUMBER` where it is none."""
+        return self._running().newest
+
+    @property
+    def left(self) -> int:
+        """Ids that may still be drawn after the newest one."""
+        run = self._running()
+        return run.request.max_tokens - len(run.answer) - len(run.decided) - 1
+
+    @property
+    def position(self) -> int:
+        """Rows written: prompt and answer without the newest id."""
+        return self._running().opened.sequence.length
 
     def stop(self) -> Figures:
         """As in `Engine`. What was computed of the prompt and of the answer is kept for later prompts."""
@@ -123,9 +174,14 @@ class SerialEngine:
             row_invariant=self.forward.row_invariant,
             cached_tokens=run.opened.cached,
             prefix_exact=run.opened.exact,
-            verify_forwards=run.steps,
-            widths={1: run.steps} if run.steps else {},
+            verify_forwards=run.widths.total(),
+            widths=dict(run.widths),
         )
+
+    def _running(self) -> _Run:
+        if self._run is None:
+            raise RuntimeError("step() without a started request")
+        return self._run
 
     def counts(self) -> dict[str, int] | None:
         """As in `Engine`."""
@@ -167,15 +223,43 @@ class SerialEngine:
 
 @dataclass(slots=True)
 class _Run:
-    """The request that runs. ahead: the draw that nobody has read; steps: draws read."""
+    """The request that runs.
+
+    ahead: the draw of the newest id, whose row nobody has computed. newest: that id, where a verify forward has
+    told it. decided: what comes before it and was not handed out. widths: forwards by rows.
+    """
 
     request: EngineRequest
     opened: Opened
     draws: Draws
     ahead: Drawn | None = None
+    newest: int | None = None
+    decided: deque[Step] = field(default_factory=deque)
     answer: list[int] = field(default_factory=list)
-    steps: int = 0
+    widths: Counter[int] = field(default_factory=Counter)
     failed: bool = False
+
+    def take_ahead(self) -> Drawn:
+        """The draw of the newest id, which its taker replaces."""
+        if self.ahead is None:
+            raise RuntimeError("step() without a started request, or beyond its budget")
+        drawn, self.ahead = self.ahead, None
+        return drawn
+
+    def read(self, drawn: Drawn) -> Step:
+        """What was drawn: waits for it, unless it is known.
+
+        Raises:
+            NumericError: the logits were not numbers.
+        """
+        token, self.newest = self.newest, None
+        if token is None:
+            token = cast("int", drawn.read.item())
+            self.widths[1] += 1
+        if token == NOT_A_NUMBER:
+            self.failed = True
+            raise NumericError("the model produced NaN or infinite logits")
+        return Step(token, _pairs(drawn.top))
 
     @property
     def total(self) -> int:
@@ -183,8 +267,9 @@ class _Run:
         return len(self.request.prompt) + len(self.request.drawn)
 
 
-def _pairs(drawn: Drawn) -> list[tuple[int, float]] | None:
-    if drawn.top is None:
+def _pairs(top: tuple[mx.array, mx.array] | None, row: int | None = None) -> list[tuple[int, float]] | None:
+    """The pairs of one row of *top*; row None where it has only one."""
+    if top is None:
         return None
-    ids, values = (cast("list[Any]", part.tolist()) for part in drawn.top)
+    ids, values = (cast("list[Any]", (part if row is None else part[row]).tolist()) for part in top)
     return likeliest_first(ids, values)

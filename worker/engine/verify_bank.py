@@ -1,4 +1,4 @@
-"""The decode forward of the dense family over the kernels, compiled once for each row count.
+"""The decode forward of the dense family over the kernels, compiled once for each row count, chain and tree.
 
 Every shape is static: length and block table are one array, so a traced function serves the whole life of the
 process. The pools are operands, not captured, and come back as results where they were not written in place.
@@ -22,6 +22,9 @@ from worker.kernels.swiglu import swiglu
 SIZES: Final = (1, 2, 4, 8, 16)
 """Row counts that are compiled; a forward between two of them runs the larger one."""
 
+TREE_SIZES: Final = SIZES[2:]
+"""Those of trees: fewer than three rows do not branch."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switches:
@@ -29,9 +32,11 @@ class Switches:
 
     matvec: our matrix-vector products, with norm, SwiGLU and residual in the same launch; else MLX's products.
     kernels: None, kernels where there is a GPU; False, plain operations everywhere.
+    trees: forwards over trees are compiled, too.
     """
 
     matvec: bool = True
+    trees: bool = False
     kernels: bool | None = None
 
 
@@ -48,13 +53,13 @@ def size_for(rows: int) -> int:
 
 
 class VerifyBank:
-    """The forward of R rows for each R of `SIZES`."""
+    """The forward of R rows for each R of `SIZES`, and over trees for each R of `TREE_SIZES`."""
 
     def __init__(self, packed: Packed, switches: Switches) -> None:
         self._packed = packed
         self._switches = switches
         self._in_place = chosen(switches.kernels) is not None
-        self._compiled: dict[int, Callable[..., list[mx.array]]] = {}
+        self._compiled: dict[tuple[int, bool], Callable[..., list[mx.array]]] = {}
         self._steps: dict[tuple[int, int], mx.array] = {}
 
     @property
@@ -63,7 +68,7 @@ class VerifyBank:
         return self._in_place and self._switches.matvec and all(map(matvec.serves, self._packed.weights))
 
     def run(
-        self, tokens: mx.array, meta: mx.array, pools: list[mx.array]
+        self, tokens: mx.array, meta: mx.array, pools: list[mx.array], tree: mx.array | None = None
     ) -> tuple[mx.array, mx.array, list[mx.array]]:
         """One forward, lazily.
 
@@ -71,25 +76,32 @@ class VerifyBank:
             tokens: uint32 [R], R of `SIZES`.
             meta: int32 [1 + pages] as in `kernels.rows`.
             pools: per layer T [2, Hkv, slots, D].
+            tree: as in `kernels.rows`; None for a chain.
 
         Returns:
             Logits T [R, V]; meta with R rows more; the pools with the new rows.
         """
-        rows = tokens.size
-        if rows not in self._compiled:
+        key = (tokens.size, tree is not None)
+        if key not in self._compiled:
+            forward = self._forward if tree is None else self._over_tree
             # mx.compile types its result as a plain callable.
-            self._compiled[rows] = cast("Callable[..., list[mx.array]]", mx.compile(self._forward))
-        logits, after, *written = self._compiled[rows](tokens, meta, *pools)
+            self._compiled[key] = cast("Callable[..., list[mx.array]]", mx.compile(forward))
+        logits, after, *written = self._compiled[key](tokens, meta, *([] if tree is None else [tree]), *pools)
         return logits, after, written or pools
 
-    def _forward(self, tokens: mx.array, meta: mx.array, *pools: mx.array) -> list[mx.array]:
+    def _over_tree(self, tokens: mx.array, meta: mx.array, tree: mx.array, *pools: mx.array) -> list[mx.array]:
+        return self._forward(tokens, meta, *pools, tree=tree)
+
+    def _forward(
+        self, tokens: mx.array, meta: mx.array, *pools: mx.array, tree: mx.array | None = None
+    ) -> list[mx.array]:
         packed, kernels = self._packed, self._switches.kernels
         x = packed.embed(tokens)
         written = []
         for layer, pool in zip(packed.layers, pools, strict=True):
             qkv = self._normed(x, layer.input_norm, layer.qkv)
             assert layer.table is not None, "a model whose rope is no table of constants has no bank"
-            heads, after = attend(qkv, layer.table, pool, meta, layer.heads, use_kernel=kernels)
+            heads, after = attend(qkv, layer.table, pool, meta, layer.heads, tree, use_kernel=kernels)
             written.append(after)
             x = self._added(heads, layer.out, x)
             x = self._mlp(x, layer)

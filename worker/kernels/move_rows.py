@@ -1,9 +1,9 @@
 """Rows of the pool from slots to slots, in place: forked pages, tails of shared beginnings, accepted branches.
 
 Contract: pool T [2, Hkv, slots, D]; moves int32 [2, n], slots to read, then slots to write, n in 1..64; a pair
-with a negative number is left out. Every row is read before any is written; no slot is written twice. Out: int32
-[8], all zero: whoever must come after the write takes it as an operand, or adds it to one. A row of D values is a
-multiple of 16 bytes.
+with a negative number is left out. Every row is read before any is written; no slot is written twice. Out: the
+moves again: whoever must come after the write takes them as an operand, as does the same move in the next layer's
+pool. A row of D values is a multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST: Final = 64
 KERNEL: Final = Kernel(
     name="move_rows",
     inputs=("pool", "moves"),
-    output="token",
+    output="again",
     body=r"""
 const int n = moves_shape[1], each = (LIMIT * WORDS + 255) / 256;
 const long plane = (long)bx * pool_shape[2];
@@ -35,7 +35,7 @@ UNROLL for (int i = 0; i < each; i++) {
   if (row < n && moves[row] >= 0 && moves[n + row] >= 0)
     ((OUT(uint4))pool)[(plane + moves[n + row]) * WORDS + word] = kept[i];
 }
-if (bx == 0 && tid < 8) token[tid] = 0;
+if (bx == 0 && tid < 2 * n) again[tid] = moves[tid];
 """,
 )
 
@@ -51,7 +51,7 @@ def launch(pool: mx.array, moves: mx.array) -> Launch:
         raise ValueError(f"{count} moves: a launch takes 1 to {MOST}")
     words = pool.shape[3] * pool.dtype.size // 16
     template = (("T", pool.dtype), ("WORDS", words), ("LIMIT", 16 if count <= 16 else MOST))
-    return Launch(KERNEL, (pool, moves), template, (2 * pool.shape[1], 1, 1), 256, (8,), mx.int32)
+    return Launch(KERNEL, (pool, moves), template, (2 * pool.shape[1], 1, 1), 256, (2, count), mx.int32)
 
 
 def reference(pool: mx.array, moves: mx.array) -> mx.array:
@@ -64,7 +64,7 @@ def reference(pool: mx.array, moves: mx.array) -> mx.array:
 
 
 def move_rows(pool: mx.array, moves: mx.array, *, use_kernel: bool | None = None) -> tuple[mx.array, mx.array]:
-    """Eight zeros that come after the write, and the pool with its rows moved.
+    """The moves once they are done, and the pool with its rows moved.
 
     The kernel writes the pool it was given and returns it; the plain operations (`use_kernel=False`) return a new
     one.
@@ -74,5 +74,5 @@ def move_rows(pool: mx.array, moves: mx.array, *, use_kernel: bool | None = None
     """
     target = chosen(use_kernel)
     if target is None or pool.shape[3] * pool.dtype.size % 16:
-        return mx.zeros((8,), dtype=mx.int32), reference(pool, moves)
+        return moves, reference(pool, moves)
     return launch(pool, moves).run(target), pool

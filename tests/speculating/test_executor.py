@@ -1,0 +1,221 @@
+"""A job with drafts has the ids of a job without, whatever drafts, sampling or end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from engines import build
+from tiny_models import make_tiny
+
+from worker.engine.engine import EngineRequest, NumericError, Step, unheard
+from worker.engine.load import LoadedModel, load
+from worker.engine.sample import Sampling
+from worker.engine.serial import SerialEngine
+from worker.speculation.costs import Costs, Measured
+from worker.speculation.draft import Draft, Proposal, Traits
+from worker.speculation.executor import ROUTE, HyperWidthExecutor, Parts
+from worker.speculation.ngram import Ngram
+from worker.width import Meta, WidthError, WidthGate, WidthPlan
+
+FREE = Costs((1, 16), (0,), ((1.0, 1.01),), 0.0)
+LINEAR = Costs((1, 16), (0,), ((1.0, 16.0),), 0.1)
+TOKENS = 40
+
+
+class Oracle:
+    """A drafter that knows the answer, and errs where *wrong* says so; forks hold what is right."""
+
+    name = "oracle"
+    traits = Traits(edges=(), kept=(0.9,))
+
+    def __init__(self, answer: list[int], vocabulary: int, errs: random.Random, share: float) -> None:
+        self.answer = answer
+        self.vocabulary = vocabulary
+        self.errs = errs
+        self.share = share
+        self.held = False
+        self._done = 0
+        self._prompt = 0
+
+    def begin(self, ids: tuple[int, ...], sampling: Sampling) -> None:
+        assert not self.held
+        self.held, self._prompt, self._done = True, len(ids), 0
+
+    def extend(self, ids: tuple[int, ...]) -> None:
+        for token in ids:
+            assert token == self.answer[self._done], "told what became text, in order"
+            self._done += 1
+
+    def propose(self, limit: int, forks: int) -> Proposal:
+        right = self.answer[self._done : self._done + limit]
+        if not right:
+            return Proposal()
+        draw = random.Random(self._done)
+        tokens = [(one + 1) % self.vocabulary if draw.random() < self.share else one for one in right]
+        turns = tuple(
+            depth + 1 for depth, pair in enumerate(zip(tokens, right, strict=True)) if pair[0] != pair[1]
+        )
+        if forks and turns and limit > len(tokens[: turns[0]]):
+            depth = turns[0]
+            trunk = tokens[: limit - 1]
+            return Proposal(
+                Draft((*trunk, right[depth - 1]), (*range(len(trunk)), depth - 1)), (1.0,) * len(trunk), turns
+            )
+        return Proposal(Draft.chain(tokens), (1.0,) * len(tokens), turns)
+
+    def end(self) -> None:
+        self.held = False
+
+
+def ticking() -> Iterator[float]:
+    now = 0.0
+    while True:
+        now += 0.001
+        yield now
+
+
+def executor(engine: SerialEngine, drafter: object, costs: Costs = FREE) -> HyperWidthExecutor:
+    clock = ticking()
+    parts = Parts(
+        drafter=drafter,  # type: ignore[arg-type]
+        measured=Measured(costs),
+        trees=engine.forward.trees,
+        clock=lambda: next(clock),
+    )
+    return HyperWidthExecutor(parts, engine.forward.width)
+
+
+def run(engine: object, request: EngineRequest, steps: int) -> list[Step]:
+    engine.start(request, unheard)
+    return [engine.step() for _ in range(steps)]
+
+
+def samplings() -> list[Sampling]:
+    return [
+        Sampling(seed=1),
+        Sampling(seed=2, temperature=0.7),
+        Sampling(seed=3, temperature=1.0, top_p=0.9, logprobs=3),
+        Sampling(seed=4, temperature=1.0, top_k=12, min_p=0.01, repetition_penalty=1.2),
+        Sampling(seed=5, frequency_penalty=0.5, presence_penalty=0.2, penalty_window=0, logprobs=2),
+    ]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma3", "qwen3_5", "granite_hybrid"])
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load(make_tiny(request.param, tmp_path_factory.mktemp(request.param)))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("sampling", samplings(), ids=lambda one: str(one.seed))
+def test_an_answer_with_drafts_is_the_answer_without(
+    loaded: LoadedModel, sampling: Sampling, share: float
+) -> None:
+    engine = build(loaded).engine
+    prompt = tuple(place * 7 % loaded.vocabulary for place in range(29 + sampling.seed))
+    request = EngineRequest(prompt=prompt, sampling=sampling, max_tokens=TOKENS, cache=False)
+    plain = run(engine, request, TOKENS)
+    engine.stop()
+    answer = [step.token for step in plain]
+    drafter = Oracle(answer, loaded.vocabulary, random.Random(0), share)
+    wide = executor(engine, drafter).run(WidthPlan(engine.forward.width), engine)
+    drafted = run(wide, request, TOKENS)
+    figures = wide.stop()
+    assert [step.token for step in drafted] == answer
+    if engine.forward.trees:
+        assert [step.logprobs for step in drafted] == [step.logprobs for step in plain]
+    assert not drafter.held
+    assert figures.route == ROUTE
+    if share == 0.0:
+        assert figures.verify_forwards < TOKENS / 2, "what is right is kept"
+        assert figures.drafting["rows_committed"] == figures.drafted
+    assert figures.drafting["rows_launched"] == sum((rows - 1) * count for rows, count in figures.widths.items())
+    engine.index.pages.check()
+
+
+@pytest.mark.parametrize("cut", range(1, 14))
+def test_an_answer_may_end_inside_an_accepted_block_and_leaves_what_a_plain_one_leaves(
+    loaded: LoadedModel, cut: int
+) -> None:
+    engine = build(loaded).engine
+    prompt = tuple(place * 5 % loaded.vocabulary for place in range(33))
+    request = EngineRequest(prompt=prompt, sampling=Sampling(seed=9, temperature=0.8), max_tokens=TOKENS)
+    answer = [step.token for step in run(engine, request, TOKENS)]
+    engine.stop()
+    drafter = Oracle(answer, loaded.vocabulary, random.Random(0), 0.0)
+    wide = executor(engine, drafter).run(WidthPlan(engine.forward.width), engine)
+    assert [step.token for step in run(wide, request, cut)] == answer[:cut]
+    wide.stop()
+    engine.index.pages.check()
+    assert not engine.index.pages.sequences
+    # What was left behind serves the next job: it is that of a cold one.
+    longer = EngineRequest(
+        prompt=(*prompt, *answer[:cut], 3), sampling=Sampling(seed=1), max_tokens=6, cache="answers"
+    )
+    warm = [step.token for step in run(engine, longer, 6)]
+    engine.stop()
+    cold = build(loaded).engine
+    assert [step.token for step in run(cold, longer, 6)] == warm
+
+
+def test_a_budget_is_not_drafted_beyond(loaded: LoadedModel) -> None:
+    engine = build(loaded).engine
+    for budget in range(1, 9):
+        request = EngineRequest(prompt=(1, 2, 3), sampling=Sampling(seed=9), max_tokens=budget, cache=False)
+        answer = [step.token for step in run(engine, request, budget)]
+        engine.stop()
+        drafter = Oracle([*answer, *[0] * 20], loaded.vocabulary, random.Random(0), 0.0)
+        wide = executor(engine, drafter).run(WidthPlan(engine.forward.width), engine)
+        assert [step.token for step in run(wide, request, budget)] == answer
+        with pytest.raises(RuntimeError, match="budget"):
+            wide.step()
+        wide.stop()
+
+
+def test_width_one_is_the_serial_path_itself_and_a_wider_plan_needs_an_executor(loaded: LoadedModel) -> None:
+    engine = build(loaded).engine
+    gate = WidthGate(engine)
+    meta = Meta(speculation="auto", prompt=5, budget=50)
+    assert gate.engine(gate.plan(meta)) is engine
+    with pytest.raises(WidthError, match="width 4"):
+        gate.engine(WidthPlan(4))
+    gate.executor = executor(engine, Ngram())
+    assert gate.plan(meta).width == engine.forward.width
+    off = gate.plan(Meta(speculation="off", prompt=5, budget=50))
+    assert gate.engine(off) is engine
+    assert "asks" in off.why
+
+
+def test_where_every_row_costs_a_forward_all_jobs_are_planned_at_width_one(loaded: LoadedModel) -> None:
+    engine = build(loaded).engine
+    found = executor(engine, Ngram(), LINEAR)
+    assert found.width == 1
+    assert "cost" in found.plan(Meta(speculation="auto", prompt=5, budget=50)).why
+
+
+def test_numbers_that_are_none_end_a_job_with_drafts_as_they_end_a_plain_one(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(loaded).engine
+    request = EngineRequest(prompt=(1, 2, 3), sampling=Sampling(seed=9), max_tokens=20, cache=False)
+    answer = [step.token for step in run(engine, request, 20)]
+    engine.stop()
+    rows, calls = engine.forward.rows, [0]
+
+    def spoiled(tokens: object, parents: object = None) -> object:
+        calls[0] += 1
+        logits = rows(tokens, parents)
+        return logits * float("nan") if calls[0] == 2 else logits
+
+    monkeypatch.setattr(engine.forward, "rows", spoiled)
+    drafter = Oracle(answer, loaded.vocabulary, random.Random(0), 0.0)
+    wide = executor(engine, drafter).run(WidthPlan(engine.forward.width), engine)
+    got: list[int] = []
+    wide.start(request, unheard)
+    with pytest.raises(NumericError):
+        got.extend(wide.step().token for _ in range(20))
+    wide.stop()
+    assert got == answer[: len(got)]
+    assert len(got) < 20
+    engine.index.pages.check()

@@ -1,0 +1,162 @@
+"""The geometry probe: what a forward of R rows costs here, by context, and whether its rows come out alike.
+
+Rows are dummies behind a context of rows that nobody computed: time does not depend on what they hold. A step is
+timed as the loop runs it, each built while the one before it runs; beside it one that waits, as a step must whose
+drafts the host makes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import mlx.core as mx
+
+from worker.engine.forward import MAX_ROWS, Forward, rows_needed
+from worker.engine.visibility import number_of
+from worker.kv.pages import Pages
+from worker.kv.pages import Sequence as Rows
+from worker.kv.prefix import Opened
+
+ROWS: Final = (1, 2, 3, 4, 6, 8, 12, 16)
+CONTEXTS: Final = (64, 1024, 4096, 16384)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """How much is measured. steps: of each run, of which the first tells nothing. turns: runs of each kind."""
+
+    rows: tuple[int, ...] = ROWS
+    contexts: tuple[int, ...] = CONTEXTS
+    steps: int = 8
+    turns: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """The figures.
+
+    ms: for each context, of a step of each number of rows, one ahead of the host where the lane allows it.
+    overhead_ms: what a step of one row takes longer where the host waits for it. moved: for each number of rows,
+    how far the logits of row 0 are from those of a forward of one row, as a share of the largest.
+    """
+
+    rows: tuple[int, ...]
+    contexts: tuple[int, ...]
+    ms: tuple[tuple[float, ...], ...]
+    overhead_ms: float
+    moved: tuple[float, ...]
+
+    def table(self) -> list[str]:
+        """The figures as lines of text."""
+        head = "rows     " + "".join(f"{rows:>9}" for rows in self.rows)
+        lines = [head]
+        for context, times in zip(self.contexts, self.ms, strict=True):
+            lines.append(f"{context:>6} ms" + "".join(f"{ms:>9.3g}" for ms in times))
+            lines.append("  c(R)   " + "".join(f"{ms / times[0]:>9.2f}" for ms in times))
+        lines.append("moved    " + "".join(f"{moved:>9.1g}" for moved in self.moved))
+        return [*lines, f"a step that waits takes {self.overhead_ms:.3g} ms longer"]
+
+
+def measure(forward: Forward, pages: Pages, extent: Extent, clock: Callable[[], float]) -> Geometry:
+    """Measure *forward* over free *pages*, which are given back. clock: seconds.
+
+    Contexts without room are left out; a lane that reuses no rows is measured at its beginning.
+    """
+    rows = tuple(count for count in extent.rows if count <= max(forward.width, 1))
+    contexts = extent.contexts if forward.prefix_reuse else (0,)
+    room = min(forward.capacity, pages.free * 32) - MAX_ROWS * (extent.steps + 1)
+    contexts = tuple(context for context in contexts if context <= room) or (0,)
+    times: list[tuple[float, ...]] = []
+    for context in contexts:
+        runs: dict[int, list[float]] = {count: [] for count in rows}
+        with _begun(forward, pages, context, extent.steps) as sequence:
+            for _ in range(extent.turns + 1):
+                for count, taken in runs.items():
+                    taken.append(_run(forward, count, extent.steps, clock, wait=not forward.one_ahead))
+                    _back(forward, sequence, context)
+        times.append(tuple(median(taken[1:]) for taken in runs.values()))
+    with _begun(forward, pages, contexts[0], extent.steps) as sequence:
+        waited = []
+        for _ in range(extent.turns + 1):
+            waited.append(_run(forward, 1, extent.steps, clock, wait=True))
+            _back(forward, sequence, contexts[0])
+        moved = tuple(_moved(forward, sequence, contexts[0], rows))
+    overhead = max(median(waited[1:]) - times[0][0], 0.0)
+    return Geometry(rows=rows, contexts=contexts, ms=tuple(times), overhead_ms=overhead, moved=moved)
+
+
+@contextmanager
+def _begun(forward: Forward, pages: Pages, context: int, steps: int) -> Iterator[Rows]:
+    sequence = pages.reserve(rows_needed(context + MAX_ROWS * (steps + 1), forward.prefill_rows))
+    sequence.append(context, prompt=True)
+    forward.begin(Opened(sequence, (), b"", False, (), context, True))
+    try:
+        yield sequence
+    finally:
+        forward.end()
+        sequence.release()
+
+
+def _run(forward: Forward, rows: int, steps: int, clock: Callable[[], float], *, wait: bool) -> float:
+    """Milliseconds a step of *steps* steps of *rows* rows, each fed by what the one before it found likeliest."""
+    tokens = mx.zeros((rows,), dtype=mx.uint32)
+    began = 0.0
+    for step in range(steps):
+        ahead = mx.argmax(forward.rows(tokens), axis=-1).astype(mx.uint32)
+        mx.async_eval(ahead)  # type: ignore[no-untyped-call]
+        mx.eval(ahead if wait else tokens)
+        if step == 0:
+            mx.eval(ahead)
+            began = clock()
+        tokens = ahead
+    mx.eval(tokens)
+    return (clock() - began) * 1e3 / (steps - 1)
+
+
+def _back(forward: Forward, sequence: Rows, context: int) -> None:
+    forward.settle()
+    sequence.truncate(context)
+
+
+def _moved(forward: Forward, sequence: Rows, context: int, rows: Sequence[int]) -> Iterator[float]:
+    alone = None
+    for count in rows:
+        first = forward.rows(mx.arange(1, count + 1, dtype=mx.uint32))[0].astype(mx.float32)
+        mx.eval(first)
+        _back(forward, sequence, context)
+        alone = first if alone is None else alone
+        share = mx.abs(first - alone).max() / mx.maximum(mx.abs(alone).max(), 1e-30)
+        yield number_of(share)
+
+
+def kept(path: Path) -> Geometry | None:
+    """The geometry that *path* holds; None where there is none that can be read."""
+    try:
+        found = json.loads(path.read_text())
+        return Geometry(
+            rows=tuple(found["rows"]),
+            contexts=tuple(found["contexts"]),
+            ms=tuple(map(tuple, found["ms"])),
+            overhead_ms=found["overhead_ms"],
+            moved=tuple(found["moved"]),
+        )
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def keep(geometry: Geometry, path: Path) -> None:
+    """Write *geometry* to *path*."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(geometry)))
+
+
+def place(folder: Path, facts: dict[str, Any]) -> Path:
+    """Where the geometry of this model on this device is kept: a file named after *facts*."""
+    return folder / f"{blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8).hexdigest()}.json"

@@ -1,0 +1,1 @@
+"""Drafts, and how wide the next forward is; plain Python but for drafters that are models."""

@@ -1,0 +1,120 @@
+"""From the settings to a width executor: which drafter, what rows cost, which stage; and health's words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+from mtplx.errors import SettingsError
+from mtplx.settings import SchedulerMode, Settings
+from worker.engine import geometry
+from worker.engine.dense_in_place import DenseInPlace
+from worker.engine.draw import warm_rows
+from worker.engine.engine import Engine
+from worker.engine.geometry import Extent, Geometry
+from worker.engine.load import LoadedModel, chip_name, device_name
+from worker.engine.serial import SerialEngine
+from worker.engine.verify_bank import SIZES
+from worker.speculation.costs import Costs, Measured
+from worker.speculation.draft import Drafter
+from worker.speculation.executor import HyperWidthExecutor, Parts
+from worker.speculation.ngram import Ngram
+
+# What is measured before READY where nothing is kept yet: on the CPU a row takes tenths of a second.
+_FAST: Final = Extent(contexts=(64, 1024))
+_SLOW: Final = Extent(rows=(1, 2), contexts=(64,), steps=2, turns=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Width:
+    """What a worker runs widths with. stage: in force, empty in serial mode; executor: None where all is width 1.
+
+    info: for READY and health.
+    """
+
+    stage: str
+    executor: HyperWidthExecutor | None
+    info: dict[str, Any]
+
+
+def may_fork(settings: Settings) -> bool:
+    """Whether jobs may verify trees, so that the lane gets ready for them."""
+    drafts = settings.scheduler_mode is SchedulerMode.HYPER and settings.draft != "none"
+    return drafts and settings.hyper_stage in ("auto", "h2")
+
+
+def width(settings: Settings, loaded: LoadedModel, engine: Engine, clock: Callable[[], float]) -> Width:
+    """The width executor that *settings* ask for, over the warm *engine*. clock: seconds.
+
+    Raises:
+        SettingsError: the drafter asked for cannot be had.
+    """
+    if settings.scheduler_mode is not SchedulerMode.HYPER:
+        return Width("", None, _off("serial mode"))
+    if settings.hyper_stage == "h0" or settings.draft == "none":
+        return Width("h0", None, _off("the settings ask for none"))
+    if not isinstance(engine, SerialEngine):
+        return Width("h0", None, _off("the reference lane draws one row at a time"))
+    forward = engine.forward
+    if forward.width == 1:
+        return Width("h0", None, _off(forward.why_narrow))
+    drafter = _drafter(settings)
+    found = _geometry(settings.cache_dir / "geometry", loaded, engine, clock)
+    costs = Costs(
+        rows=found.rows,
+        contexts=found.contexts,
+        ms=found.ms,
+        overhead_ms=found.overhead_ms,
+        sizes=SIZES if isinstance(forward, DenseInPlace) else (),
+    )
+    trees = forward.trees and may_fork(settings)
+    parts = Parts(drafter=drafter, measured=Measured(costs), trees=trees, clock=clock)
+    executor = HyperWidthExecutor(parts, forward.width)
+    if executor.width > 1 and device_name() != "cpu":
+        warm_rows(loaded.width, loaded.vocabulary, loaded.dtype, SIZES[1:])
+    stage = "h0" if executor.width == 1 else "h2" if trees else "h1"
+    info = {
+        "width_executor": True,
+        "draft": drafter.name,
+        "width": executor.width,
+        "width_why": executor.why or forward.why_narrow,
+        "geometry": asdict(found),
+    }
+    return Width(stage, executor, info)
+
+
+def _off(why: str) -> dict[str, Any]:
+    return {"width_executor": False, "draft": "none", "width": 1, "width_why": why}
+
+
+def _drafter(settings: Settings) -> Drafter:
+    if settings.draft == "mtp":
+        raise SettingsError("--draft mtp: no head of this model can be used by this version; use auto or ngram.")
+    if settings.draft.startswith("model:"):
+        raise SettingsError("--draft model:PATH is not there yet; use auto or ngram.")
+    return Ngram()
+
+
+def _geometry(folder: Path, loaded: LoadedModel, engine: SerialEngine, clock: Callable[[], float]) -> Geometry:
+    """What is kept of this model on this device, or measured now and kept."""
+    forward = engine.forward
+    facts = {
+        "model": loaded.name,
+        "vocabulary": loaded.width,
+        "dtype": loaded.dtype,
+        "device": device_name(),
+        "chip": chip_name(),
+        "mlx": version("mlx"),
+        "lane": type(forward).__name__,
+        "row_invariant": forward.row_invariant,
+        "capacity": forward.capacity,
+    }
+    path = geometry.place(folder, facts)
+    found = geometry.kept(path)
+    if found is None:
+        found = geometry.measure(forward, engine.index.pages, _SLOW if device_name() == "cpu" else _FAST, clock)
+        geometry.keep(found, path)
+    return found

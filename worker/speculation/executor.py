@@ -1,0 +1,196 @@
+"""Runs a job's own speculative rows: a draft, one forward over it, and what of it holds.
+
+The serial engine computes and draws; here is decided when a forward has more rows than one. While nothing is
+drafted it runs one token ahead, as it does alone, and its newest id is not known yet: what was expected in its
+place is left out of the first draft. After a forward with drafts all is known, and the next one begins behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from worker.engine.draw import NOT_A_NUMBER
+from worker.engine.engine import Engine, EngineRequest, Figures, PrefillProgress, Step
+from worker.engine.serial import SerialEngine
+from worker.speculation.costs import Measured
+from worker.speculation.draft import MAX_NODES, Draft, Drafter, Proposal, left_trunk
+from worker.speculation.planner import Plan, Planner
+from worker.speculation.shadow import Shadow
+from worker.width import Meta, WidthPlan
+
+ROUTE: Final = "hyper_width"
+"""What DONE calls a job whose forwards may have more rows than one."""
+
+# Contexts at which rows are weighed before any job is planned.
+_LOOKED_AT: Final = (64, 2048)
+# The newest id, one drafted behind it, and one drawn behind that.
+_LEAST_BUDGET: Final = 3
+_MOST_FORKS: Final = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What speculation is made of. trees: whether drafts may fork. clock: seconds."""
+
+    drafter: Drafter
+    measured: Measured
+    trees: bool
+    clock: Callable[[], float]
+
+
+class HyperWidthExecutor:
+    """Plans the width of jobs, and runs those that are wider than 1.
+
+    Args:
+        parts: drafter, costs and clock.
+        width: the most rows that the lane verifies at once.
+        why: where that is 1, the reason in words.
+    """
+
+    def __init__(self, parts: Parts, width: int, why: str = "") -> None:
+        self._parts = parts
+        self.width = width
+        self.why = why
+        if width > 1 and not self._could_pay():
+            self.width, self.why = 1, "rows cost too much here: no draft could win, even if all of it were kept"
+
+    def plan(self, meta: Meta) -> WidthPlan:
+        """As in `WidthExecutor`."""
+        if meta.speculation == "off":
+            return WidthPlan(1, "the job asks for no speculation")
+        if meta.budget < _LEAST_BUDGET:
+            return WidthPlan(1, "the answer is too short for a draft")
+        return WidthPlan(self.width, self.why)
+
+    def run(self, plan: WidthPlan, singleton: Engine) -> Engine:
+        """As in `WidthExecutor`."""
+        assert isinstance(singleton, SerialEngine), "only the serial engine verifies drafts"
+        return SpeculatingEngine(plan.width, singleton, self._parts)
+
+    def _could_pay(self) -> bool:
+        for context in _LOOKED_AT:
+            steps = self._parts.measured.steps(context)
+            if any(steps[nodes] < steps[0] * (nodes + 1) for nodes in range(1, self.width)):
+                return True
+        return False
+
+
+class SpeculatingEngine:
+    """The `Engine` of a job each step of which may verify a draft. *width*: the most rows of a forward."""
+
+    def __init__(self, width: int, serial: SerialEngine, parts: Parts) -> None:
+        self.capacity = serial.capacity
+        self._width = width
+        self._serial = serial
+        self._drafter = parts.drafter
+        self._clock = parts.clock
+        self._planner = Planner(parts.measured, width - 1, parts.trees, parts.drafter.traits)
+        self._shadow = Shadow()
+        # What the latest step came to, told when the next one begins: it lasts until then.
+        self._outcome: _Outcome | None = None
+        self._began = 0.0
+        # Whether the drafter knows the newest id before it is handed out.
+        self._told = False
+        self._launched = self._committed = 0
+
+    def warm_up(self) -> None:
+        """As in `Engine`."""
+        self._serial.warm_up()
+
+    def start(self, request: EngineRequest, progress: PrefillProgress) -> None:
+        """As in `Engine`."""
+        self._planner.begin()
+        self._shadow.drop()
+        self._outcome, self._told = None, False
+        self._launched = self._committed = 0
+        self._serial.start(request, progress)
+        self._drafter.begin((*request.prompt, *request.drawn), request.sampling)
+        self._began = self._clock()
+
+    def step(self) -> Step:
+        """As in `Engine`."""
+        if not self._serial.decided:
+            now = self._clock()
+            self._tell((now - self._began) * 1e3)
+            self._began = now
+            self._verify_a_draft()
+        step = self._serial.step()
+        if not self._told:
+            self._became_text(step.token)
+        self._told = False
+        return step
+
+    def stop(self) -> Figures:
+        """As in `Engine`."""
+        self._tell(0.0)
+        self._drafter.end()
+        figures = self._serial.stop()
+        told = self._planner.figures()
+        drafting = {
+            "rows_launched": self._launched,
+            "rows_committed": self._committed,
+            **{name: told[name] for name in ("fork_attempts", "fork_wins", "off_steps", "offs")},
+        }
+        depths = tuple(told["accepted_by_depth"])
+        return replace(figures, route=ROUTE, drafted=self._launched, accepted_by_depth=depths, drafting=drafting)
+
+    def counts(self) -> dict[str, int] | None:
+        """As in `Engine`."""
+        return self._serial.counts()
+
+    def _tell(self, ms: float) -> None:
+        """Tell the planner what came of the latest step. *ms*: how long it lasted; 0 where nobody knows."""
+        if self._outcome is not None:
+            self._planner.told(self._outcome.plan, self._outcome.accepted, ms, self._outcome.turned)
+            self._outcome = None
+
+    def _became_text(self, token: int) -> None:
+        watched = self._shadow.extend((token,))
+        if watched is not None:
+            self._planner.watched(self._serial.position, *watched)
+        self._drafter.extend((token,))
+
+    def _verify_a_draft(self) -> None:
+        """Run a forward over a draft in place of the next plain one, if there is one that is worth it."""
+        serial, newest = self._serial, self._serial.newest
+        # Behind the last node one more is drawn.
+        limit = min(self._width, serial.left) - 1
+        if limit < 1 or newest == NOT_A_NUMBER:
+            return
+        if newest is not None:
+            self._became_text(newest)
+            self._told = True
+        if newest is None:
+            whole = self._drafter.propose(min(limit + 1, MAX_NODES), 0)
+        else:
+            whole = self._drafter.propose(limit, _MOST_FORKS)
+        proposal = _behind_first(whole) if newest is None else whole
+        plan = self._planner.plan(serial.position, proposal.margins, proposal.turns)
+        self._outcome = _Outcome(plan)
+        if not plan.nodes:
+            self._shadow.take(whole)
+            return
+        self._shadow.drop()
+        draft = Draft.chain(proposal.draft.tokens[: plan.depth])
+        if newest is not None:
+            draft = self._drafter.propose(plan.nodes, plan.forks).draft
+        path = serial.verify(draft)
+        self._launched += len(draft)
+        self._committed += len(path) - 1
+        self._outcome = _Outcome(plan, len(path) - 1, left_trunk(draft, path))
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """Of a step: what was planned, how deep the kept path is, and where it left the trunk."""
+
+    plan: Plan
+    accepted: int = 0
+    turned: int = 0
+
+
+def _behind_first(proposal: Proposal) -> Proposal:
+    """What is left of a chain when its first token is being drawn: no forks, for the text behind it is a guess."""
+    return Proposal(Draft.chain(proposal.draft.tokens[1:]), proposal.margins[1:])

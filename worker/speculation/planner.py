@@ -1,0 +1,376 @@
+"""How much of a draft the next forward verifies: as much as pays, and none where speculation loses.
+
+A step is worth the tokens it is expected to yield, at what a token costs at present, less what the step costs. The
+acceptance of each depth is learnt from the drafts of this job, by the kind of their margin; only depths whose
+ancestors were all accepted were tested. So a short match, or a small gap, is left alone where a step that waits
+costs more than it brings, while rows may be nearly free.
+
+Over that stands the gate, which believes no estimate: once drafts cost more time than they saved, by one plain
+step over 16 drafts or by two at once, speculation is off for a pause. Each pause is four times as long as the one
+before, until speculation has won. It is on again earlier where drafts that were only watched would have won. A
+drafter whose drafts cost time is not watched: after a pause it gets a trial of 16 cheap drafts, or as many as the
+gate bears.
+
+No clock: times are told. Of a job nothing stays but the times.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from worker.speculation.costs import Costs, Measured
+from worker.speculation.draft import MAX_NODES, Traits
+
+WINDOW: Final = 16
+"""Steps with drafts after which the gate judges."""
+# Plain steps lost at which the gate shuts at once, and over a full window.
+_PURSE, _DOUBT = 2.0, 1.0
+_FIRST_PAUSE, _LONGEST_PAUSE, _LONGER = 16, 512, 4
+_MOST_FORKS: Final = 3
+# A step has to promise this share of its time, more to begin drafting than to go on: times are not known better.
+_BEGIN, _GO_ON = 0.04, 0.02
+# A draft that hardly anything reaches is not thought further.
+_LEAST_REACH: Final = 0.01
+# The acceptance that a trial hopes for, whatever the traits believe.
+_HOPE: Final = 0.9
+_CHEAP: Final = 1.15
+# Weights of what is older: of a test of acceptance, by tests and by drafts; of a step's pace; of a watched round.
+_KEPT_FADES, _STALE_FADES, _PACE_FADES, _WATCHED_FADES = 0.975, 0.975, 0.97, 0.8
+# Believed tests, beside the measured ones: of a kind in its prior, of a depth in its kind.
+_PRIOR_TESTS, _KIND_TESTS = 3.0, 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the next step verifies: *nodes* in all, *forks* of them with their branches beside the trunk.
+
+    depth: of the trunk. kinds: of the margin of each depth. turns: depths of the forks. why: in words, where it is
+    nothing.
+    """
+
+    context: int
+    nodes: int = 0
+    forks: int = 0
+    depth: int = 0
+    kinds: tuple[int, ...] = ()
+    turns: tuple[int, ...] = ()
+    why: str = ""
+
+
+@dataclass(slots=True)
+class _Share:
+    """How often something came true; older tests fade with newer ones, and with drafts that tested others."""
+
+    true: float = 0.0
+    tests: float = 0.0
+    at: int = 0
+
+    def learn(self, value: float, now: int) -> None:
+        self.true = self.true * _KEPT_FADES + value
+        self.tests = self.tests * _KEPT_FADES + 1
+        self.at = now
+
+    def near(self, believed: float, tests: float, now: int) -> float:
+        """With so many believed *tests* beside the measured ones; *now* counts drafts."""
+        fresh = _STALE_FADES ** (now - self.at)
+        return (self.true * fresh + believed * tests) / (self.tests * fresh + tests)
+
+    def doubt(self) -> None:
+        """What comes next is to count for more."""
+        self.true, self.tests = self.true / 16, self.tests / 16
+
+
+@dataclass(slots=True)
+class _Acceptance:
+    """By kind of margin, for the first depth and for all deeper ones, and by kind and depth.
+
+    The last kind: whatever the margin, for drafts not made yet. hope: the least that is believed before tests.
+    """
+
+    traits: Traits
+    kinds: dict[tuple[int, bool], _Share] = field(default_factory=dict)
+    depths: dict[tuple[int, int], _Share] = field(default_factory=dict)
+    gained: _Share = field(default_factory=_Share)
+    hope: float = 0.0
+    now: int = 0
+
+    def kind(self, margin: float | None) -> int:
+        edges = self.traits.edges
+        return len(edges) + 1 if margin is None else sum(edge <= margin for edge in edges)
+
+    def learn(self, kind: int, depth: int, kept: bool) -> None:
+        for one in {kind, self.kind(None)}:
+            self.kinds.setdefault((one, depth > 1), _Share()).learn(kept, self.now)
+            self.depths.setdefault((one, depth), _Share()).learn(kept, self.now)
+
+    def believed(self, kind: int) -> float:
+        kept = self.traits.kept
+        return max(kept[kind] if kind < len(kept) else sum(kept) / len(kept), self.hope)
+
+    def of(self, kind: int, depth: int) -> float:
+        """The chance that a draft of this kind and depth is kept, where those before it are."""
+        whole = self.believed(kind)
+        alike = self.kinds.get((kind, depth > 1))
+        if alike:
+            whole = alike.near(whole, _PRIOR_TESTS, self.now)
+        own = self.depths.get((kind, depth))
+        return own.near(whole, _KIND_TESTS, self.now) if own else whole
+
+    def gain(self) -> float:
+        """Tokens that a fork brings where the trunk misses at its depth."""
+        return self.gained.near(self.traits.gained, _PRIOR_TESTS, self.now)
+
+    def doubt(self) -> None:
+        for share in (*self.kinds.values(), *self.depths.values()):
+            share.doubt()
+
+
+@dataclass(slots=True)
+class _Counts:
+    """What the job's last word says."""
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    drafted_by_depth: list[int] = field(default_factory=lambda: [0] * MAX_NODES)
+    accepted_by_depth: list[int] = field(default_factory=lambda: [0] * MAX_NODES)
+    forks: int = 0
+    fork_wins: int = 0
+    off_steps: int = 0
+    offs: int = 0
+    why: str = ""
+
+
+@dataclass(slots=True)
+class _Gate:
+    """Whether speculation is on, by the time it saved; times in plain steps."""
+
+    saved: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    pause: int = 0
+    next_pause: int = _FIRST_PAUSE
+    would: float = 0.0
+    trial: int = 0
+
+    @property
+    def stake(self) -> float:
+        """What the next draft may lose."""
+        return _PURSE + max(sum(self.saved), 0.0)
+
+    def judge(self, saved: float) -> bool:
+        """A step with a draft saved this much; whether speculation goes off now."""
+        self.saved.append(saved)
+        self.trial = max(self.trial - 1, 0)
+        total, full = sum(self.saved), len(self.saved) == WINDOW
+        if total < -_PURSE or (full and total < -_DOUBT):
+            self.shut()
+            return True
+        if full and total > 0:
+            self.next_pause = _FIRST_PAUSE
+        return False
+
+    def shut(self) -> None:
+        self.pause, self.next_pause = self.next_pause, min(self.next_pause * _LONGER, _LONGEST_PAUSE)
+        self.would, self.trial = 0.0, 0
+        self.saved.clear()
+
+    def watch(self, saved: float) -> None:
+        """A draft that was not verified would have saved this much."""
+        self.would = self.would * _WATCHED_FADES + saved
+        if self.would > 1:
+            self.pause = 0
+
+
+class Planner:
+    """Plans the steps of one job after the other.
+
+    Args:
+        costs: What forwards cost; a `Measured` goes on with what other planners measured.
+        limit: The most nodes that a forward may have; 0: never any.
+        trees: Whether drafts may fork.
+        traits: Of the drafter.
+    """
+
+    def __init__(self, costs: Costs | Measured, limit: int, trees: bool, traits: Traits) -> None:
+        self.measured = costs if isinstance(costs, Measured) else Measured(costs)
+        self._limit = min(limit, MAX_NODES)
+        self._forks = _MOST_FORKS if trees else 0
+        self._traits = traits
+        self.begin()
+
+    def begin(self) -> None:
+        """A job begins: nothing of the one before counts but the times."""
+        self._kept = _Acceptance(self._traits)
+        self._gate = _Gate()
+        self._counts = _Counts()
+        self._would: Plan | None = None
+        self._drafting = False
+        self._watched = False
+        self._idle = 0
+        # Tokens and plain steps of the latest steps, as if some plain ones had gone before.
+        self._tokens = self._time = 8.0
+
+    def plan(self, context: int, margins: Sequence[float] | None, turns: Sequence[int] = ()) -> Plan:
+        """What the next step verifies of a draft.
+
+        context: rows that the forward reads. margins: of the depths that the drafter proposes; None where it has
+        yet to draft, and so is asked how much. turns: depths at which it could fork, the best first.
+        """
+        if self._limit == 0 or (margins is not None and not margins):
+            return self._nothing(context, "nothing to verify", held=False)
+        kinds = tuple(map(self._kept.kind, (None,) * self._limit if margins is None else margins[: self._limit]))
+        self._kept.hope = _HOPE if self._gate.trial else 0.0
+        plan, gain = self._best(context, kinds, turns)
+        self._would = plan if gain > 0 else None
+        if self._gate.pause:
+            self._gate.pause -= 1
+            if not self._gate.pause:
+                self._try(context)
+            return self._nothing(context, "off: it lost")
+        if gain > 0 or self._gate.trial:
+            self._idle = 0
+            return plan if gain > 0 else Plan(context, 1, 0, 1, kinds)
+        self._idle += 1
+        if not self._watched and self._idle >= self._gate.next_pause:
+            self._idle = 0
+            self._gate.next_pause = min(self._gate.next_pause * _LONGER, _LONGEST_PAUSE)
+            self._try(context)
+        return self._nothing(context, "would not pay")
+
+    def told(self, plan: Plan, accepted: int, ms: float, turned: int = 0) -> None:
+        """The step of *plan* took *ms* and kept *accepted* nodes, the depth that its path reached.
+
+        turned: the depth at which the path left the trunk; 0: nowhere.
+        """
+        if ms > 0:
+            self.measured.learn(plan.context, plan.nodes, ms)
+        plain = self.measured.steps(plan.context)[0]
+        self._tokens = self._tokens * _PACE_FADES + 1 + accepted
+        self._time = self._time * _PACE_FADES + ms / plain
+        self._drafting = plan.nodes > 0
+        if not plan.nodes:
+            return
+        self._kept.now += 1
+        self._learn(plan.kinds[: plan.depth], turned - 1 if turned else accepted)
+        self._learn_forks(plan, accepted, turned)
+        self._count(plan, accepted, turned)
+        if self._gate.judge(1 + accepted - ms / plain):
+            self._counts.offs += 1
+            self._drafting = False
+
+    def watched(self, context: int, margins: Sequence[float], kept: int) -> None:
+        """A draft that was not verified would have had *kept* of its trunk accepted (`Shadow` says it)."""
+        self._watched = True
+        self._learn(tuple(map(self._kept.kind, margins)), kept)
+        if self._gate.pause and self._would is not None:
+            steps = self.measured.steps(context)
+            saved = 1 + min(kept, self._would.depth) - steps[self._would.nodes] / steps[0]
+            self._gate.watch(saved)
+
+    def figures(self) -> dict[str, Any]:
+        """Of the job so far: plain numbers for its last word.
+
+        off_steps: steps that left a draft alone, by the gate or by what it promised. offs: how often the gate
+        shut. drafted_by_depth and accepted_by_depth: steps whose trunk, and whose kept path, reached each depth.
+        """
+        counts = self._counts
+        deep = max((depth for depth in range(MAX_NODES) if counts.drafted_by_depth[depth]), default=-1) + 1
+        return {
+            "steps": counts.steps,
+            "drafted": counts.drafted,
+            "accepted": counts.accepted,
+            "drafted_by_depth": counts.drafted_by_depth[:deep],
+            "accepted_by_depth": counts.accepted_by_depth[:deep],
+            "fork_attempts": counts.forks,
+            "fork_wins": counts.fork_wins,
+            "off_steps": counts.off_steps,
+            "offs": counts.offs,
+            "why": counts.why,
+        }
+
+    def _nothing(self, context: int, why: str, *, held: bool = True) -> Plan:
+        self._counts.why = why
+        self._counts.off_steps += held
+        return Plan(context, why=why)
+
+    def _try(self, context: int) -> None:
+        """Give a drafter that is not watched another chance, if there is any: what is long ago counts for less."""
+        steps = self.measured.steps(context)
+        if not self._watched and steps[1] < (1 + _HOPE) * steps[0]:
+            self._kept.doubt()
+            self._gate.trial = WINDOW
+
+    def _best(self, context: int, kinds: tuple[int, ...], turns: Sequence[int]) -> tuple[Plan, float]:
+        """The draft that gains most, and how much more than it has to, in plain steps."""
+        steps = self.measured.steps(context)
+        worth = min(self._time / self._tokens, 1.0)
+        reluctance = _GO_ON if self._drafting or self._gate.trial else _BEGIN
+        reach = self._reach(kinds)
+        # A trial is to last: it takes what costs hardly more than the least draft. And no draft may lose more than
+        # the latest ones saved, beside what the gate bears.
+        dearest = steps[1] * _CHEAP if self._gate.trial else steps[0] * (1 + self._gate.stake)
+        best, most = Plan(context), -1e9
+        for forks in range(min(len(turns), self._forks) + 1):
+            taken = tuple(turns[:forks])
+            branches = forks * self._traits.branch
+            gained = self._fork_gains(taken, reach)
+            deepest = min(len(reach) - 1, self._limit - branches)
+            tokens = 0.0
+            for depth in range(1, deepest + 1):
+                tokens += reach[depth] + gained.get(depth, 0.0)
+                nodes = depth + branches
+                # Where one more costs nothing it is taken.
+                if depth < deepest and steps[nodes + 1] <= steps[nodes]:
+                    continue
+                if steps[nodes] > dearest:
+                    break
+                price = steps[nodes] / steps[0]
+                gain = worth * tokens - (price - 1) - reluctance * price
+                if gain > most:
+                    most, best = gain, Plan(context, nodes, forks, depth, kinds, taken)
+        return best, most
+
+    def _reach(self, kinds: tuple[int, ...]) -> list[float]:
+        """The chance that each depth, 0 first, is kept together with those before it."""
+        reach = [1.0]
+        for depth, kind in enumerate(kinds, start=1):
+            reach.append(reach[-1] * self._kept.of(kind, depth))
+            if reach[-1] < _LEAST_REACH:
+                break
+        return reach
+
+    def _fork_gains(self, turns: tuple[int, ...], reach: list[float]) -> dict[int, float]:
+        """Tokens that the forks are expected to bring, by depth: where the trunk misses there."""
+        gained: dict[int, float] = {}
+        left = dict.fromkeys(turns, self._kept.gain())
+        for turn in turns:
+            if turn < len(reach):
+                gained[turn] = gained.get(turn, 0.0) + (reach[turn - 1] - reach[turn]) * left[turn]
+                # A second fork at a depth gets what the first one leaves.
+                left[turn] /= 2
+        return gained
+
+    def _learn(self, kinds: tuple[int, ...], kept: int) -> None:
+        """Of the depths drafted those up to the first miss were tested."""
+        for depth, kind in enumerate(kinds[: kept + 1], start=1):
+            self._kept.learn(kind, depth, depth <= kept)
+
+    def _learn_forks(self, plan: Plan, accepted: int, turned: int) -> None:
+        missed = turned or accepted + 1
+        if missed in plan.turns and missed <= plan.depth:
+            self._kept.gained.learn(accepted - (turned - 1) if turned else 0, self._kept.now)
+
+    def _count(self, plan: Plan, accepted: int, turned: int) -> None:
+        counts = self._counts
+        counts.steps += 1
+        counts.drafted += plan.nodes
+        counts.accepted += accepted
+        counts.forks += plan.forks
+        counts.fork_wins += turned > 0
+        for depth in range(plan.depth):
+            counts.drafted_by_depth[depth] += 1
+        for depth in range(accepted):
+            counts.accepted_by_depth[depth] += 1
+        counts.why = ""
