@@ -84,22 +84,24 @@ class Order:
         return today > self.due
 '''
 
-HARBOUR = """The harbour of Lindvik was built in 1883, when the herring fleet of the northern coast had grown to more
-than two hundred boats. The first breakwater, made of timber and loose stone, was destroyed by the storm
-of November 1889, which sank eleven ships and drowned thirty-four men. The engineer Ingrid Solberg then
-proposed a curved wall of granite blocks, each weighing nine tonnes, on a bed of rubble. "A straight wall
-fights the sea," she wrote to the council, "and a curved wall lets it pass and tires it out." The council
-hesitated for two years because of the cost of 410,000 crowns, but the insurance companies of the capital
-agreed to pay one third. Work began in the spring of 1892 and ended in the autumn of 1897. Since then the
-wall has been repaired four times, and it has never been breached."""
+HARBOUR = """\
+The harbour of Lindvik was built in 1883, when the herring fleet of the northern coast had grown to more than
+two hundred boats. The first breakwater, made of timber and loose stone, was destroyed by the storm of
+November 1889, which sank eleven ships and drowned thirty-four men. The engineer Ingrid Solberg then proposed
+a curved wall of granite blocks, each weighing nine tonnes, on a bed of rubble. "A straight wall fights the
+sea," she wrote to the council, "and a curved wall lets it pass and tires it out." The council hesitated for
+two years because of the cost of 410,000 crowns, but the insurance companies of the capital agreed to pay one
+third. Work began in the spring of 1892 and ended in the autumn of 1897. Since then the wall has been repaired
+four times, and it has never been breached."""
 
-LIBRARY = """The town library of Marsten reopened on Monday after a renovation of fourteen months. The reading room on
-the ground floor now holds sixty seats instead of twenty-eight, and the children's department has moved
-to the former archive, which was dried out and fitted with new windows. "We have been a store of books
-with a few chairs," said the director, Amal Haddad, "and we wanted to become a place where people stay."
-The work cost 2.3 million and was paid for by the county, by a foundation, and by 1,140 readers who
-bought a brick each. The library lends 9,000 books a month. From March on it will be open on Sundays, and
-a repair workshop for bicycles and radios will use its cellar."""
+LIBRARY = """\
+The town library of Marsten reopened on Monday after a renovation of fourteen months. The reading room on the
+ground floor now holds sixty seats instead of twenty-eight, and the children's department has moved to the
+former archive, which was dried out and fitted with new windows. "We have been a store of books with a few
+chairs," said the director, Amal Haddad, "and we wanted to become a place where people stay." The work cost
+2.3 million and was paid for by the county, by a foundation, and by 1,140 readers who bought a brick each. The
+library lends 9,000 books a month. From March on it will be open on Sundays, and a repair workshop for
+bicycles and radios will use its cellar."""
 
 
 @dataclass(frozen=True, slots=True)

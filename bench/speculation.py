@@ -68,6 +68,9 @@ class Effort:
     kinds: int = 4
 
 
+TRIAL = Effort(tokens=20, peer_tokens=10, seconds=0.0, rounds=1, prompts=4, warmths=(0.7,), kinds=1)
+
+
 @dataclass
 class Tally:
     """What one way came to: ids a second of each round, and the answers of the latest."""
@@ -238,10 +241,10 @@ def compared(report: Report, title: str, kind: str, tallies: dict[str, Tally]) -
         if name.startswith(PEER)
     ]
     click.echo(
-        f"  {title}: plain {speed[PLAIN]:.0f}, planned {speed[TREE]:.0f} ({over_plain:.2f} x plain, {over_peer:.2f} x"
-        f" mlx-lm), chains planned {speed[CHAIN]:.0f}; best chain {chain} {speed[chain]:.0f}, best tree {tree}"
-        f" {speed[tree]:.0f} ({over_chain:.3f} x; ids a forward {per[tree]:.2f} / {per[chain]:.2f}, time {cost:.3f} x),"
-        f" planned / fixed {of_fixed:.3f}; {right} of {whole} equal; mlx-lm: {', '.join(peers)};"
+        f"  {title}: plain {speed[PLAIN]:.0f}, planned {speed[TREE]:.0f} ({over_plain:.2f} x plain,"
+        f" {over_peer:.2f} x mlx-lm, {of_fixed:.3f} x fixed), chains planned {speed[CHAIN]:.0f};"
+        f" best chain {chain} {speed[chain]:.0f}, best tree {tree} {speed[tree]:.0f} ({over_chain:.3f} x;"
+        f" ids a forward {per[tree]:.2f} / {per[chain]:.2f}, time {cost:.3f} x); {right} of {whole} equal; mlx-lm: {', '.join(peers)};"
         f" widths {tallies[TREE].widths}, depths {tallies[TREE].depths}",
         err=True,
     )
@@ -274,9 +277,7 @@ def main(folder: Path | None, names: str, parts: str, seconds: float, copy: Path
     """Measure speculation."""
     if target() is None and not tiny:
         raise SystemExit("no GPU: rows are not cheap here, and the planner leaves drafts alone; see --tiny")
-    effort = (
-        Effort(tokens=24, peer_tokens=12, seconds=0.0, rounds=1, prompts=8) if tiny else Effort(seconds=seconds)
-    )
+    effort = TRIAL if tiny else Effort(seconds=seconds)
     kernels = disk_cache.open_folder(Path(tempfile.gettempdir(), "mtplx-bench"))
     if target() is None:
         mx.set_default_device(mx.cpu)
