@@ -5,9 +5,9 @@ stream_generate; the ids must be equal. Times run from the prompt's ids to the l
 
     python bench/parity.py --modes serial,hyper
 
-compares two services instead, one in each scheduler mode, whose workers answer in turns, all at width 1: where rows
-are dear that is what hyper mode chooses by itself; elsewhere give --speculation off. The hashes of the answers must
-be equal.
+compares two services instead, one in each scheduler mode, whose workers answer in turns, all at width 1: where
+rows are dear that is what hyper mode chooses by itself; elsewhere give --speculation off. The hashes of the
+answers must be equal.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ import click
 import mlx.core as mx
 from mlx_lm import stream_generate
 from report import Figure, write
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import mtplx
 from worker.engine.engine import ROUTE

@@ -244,7 +244,8 @@ def compared(report: Report, title: str, kind: str, tallies: dict[str, Tally]) -
         f"  {title}: plain {speed[PLAIN]:.0f}, planned {speed[TREE]:.0f} ({over_plain:.2f} x plain,"
         f" {over_peer:.2f} x mlx-lm, {of_fixed:.3f} x fixed), chains planned {speed[CHAIN]:.0f};"
         f" best chain {chain} {speed[chain]:.0f}, best tree {tree} {speed[tree]:.0f} ({over_chain:.3f} x;"
-        f" ids a forward {per[tree]:.2f} / {per[chain]:.2f}, time {cost:.3f} x); {right} of {whole} equal; mlx-lm: {', '.join(peers)};"
+        f" ids a forward {per[tree]:.2f} / {per[chain]:.2f}, time {cost:.3f} x); {right} of {whole} equal;"
+        f" mlx-lm: {', '.join(peers)};"
         f" widths {tallies[TREE].widths}, depths {tallies[TREE].depths}",
         err=True,
     )
