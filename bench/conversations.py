@@ -1,6 +1,6 @@
 """Four kinds of text as people ask for them, through the model's chat template; two conversations of each.
 
-A code edit is the second one of its file: the first edit stands above it.
+The answer to a code edit has begun with what stands above the file's first definition, as an editor begins it.
 """
 
 from __future__ import annotations
@@ -125,11 +125,12 @@ class Conversation:
         return list("\n".join((*self.said, self.begun)).encode()[-400:])
 
 
-def edit(source: str, first: tuple[str, str], then: str) -> Conversation:
-    """A second edit of *source*, which was renamed by *first* already."""
-    old, new = first
-    asked = f"Rename {old} to {new} in this file and write the whole file again.\n\n```python\n{source}```"
-    return Conversation(CODE, (asked, f"```python\n{source.replace(old, new)}```", then), "```python\n")
+def edit(source: str, what: str, new: str) -> Conversation:
+    """*what* in *source* is to be called *new*."""
+    asked = f"Rename {what} to {new} in this code and write the whole file again:\n\n```python\n{source}```"
+    head, mark, _ = source.partition('"""\n')
+    begun = f"Here is the whole file with {what} renamed to {new}:\n\n```python\n{head}{mark}"
+    return Conversation(CODE, (asked,), begun)
 
 
 def conversations() -> Sequence[Conversation]:
@@ -139,10 +140,9 @@ def conversations() -> Sequence[Conversation]:
     trip = "I have a day in a small town by the sea, and it will rain. What could I do? Give me a plan."
     keeper = "Write a short story about a lighthouse keeper who finds a letter without a stamp on the stairs."
     clock = "Write a story about a girl who repairs the clock of a town where nobody is ever late."
-    again = "and write the whole file again, with no other change."
     return (
-        edit(CACHE, ("lifetime", "max_age"), f"Good. Now rename the function fetch to load_cached {again}"),
-        edit(ORDERS, ("article", "item"), f"Thank you. Now rename the method late to is_late {again}"),
+        edit(CACHE, "the function fetch", "load_cached"),
+        edit(ORDERS, "the method late", "is_late"),
         Conversation(SUMMARY, (quote + HARBOUR,)),
         Conversation(SUMMARY, (quote + LIBRARY,)),
         Conversation(CHAT, (bread,)),

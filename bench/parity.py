@@ -165,7 +165,7 @@ def modes(names: list[str], tokens: int, rounds: int, speculation: str) -> list[
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mtplx-"))
             settings = mtplx.Settings.load({"run_dir": Path(folder), "scheduler_mode": mtplx.SchedulerMode(name)})
             clients[name] = stack.enter_context(service(settings))
-        in_both(clients, 8, 1, speculation)
+        in_both(clients, 2, 1, speculation)
         return in_both(clients, tokens, rounds, speculation)
 
 

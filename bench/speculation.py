@@ -7,11 +7,12 @@ and, of the bfloat16 form, by its 4-bit form. All in turns; medians of ids a sec
 be the plain one. Part "equal" does this over many short prompts; part "published" replays the answers on published
 costs of other devices.
 
-The weights travel in two parts, each with half of the rest; the three calls come one right after the other:
+A machine that takes 64 MiB at a time gets the weights in two parts, of which the second leaves room for MLX's CUDA
+build and the kernels of bench/precompile.py; the second call comes right after the first:
 
     python bench/pack_model.py split ~/.cache/mtplx/models/smollm2-135m .gpu/model --first 56
-    1st and 2nd call, carrying .gpu/model/model-1 and .gpu/model/model-2: cp .gpu/model/model-* /tmp/model
-    3rd call, carrying MLX's CUDA build and the kernels of bench/precompile.py:
+    1st call, carrying .gpu/model/model-1: mkdir -p /tmp/model; cp .gpu/model/model-1 /tmp/model
+    2nd call, carrying .gpu/model/model-2, MLX and the kernels: cp .gpu/model/model-2 /tmp/model
         python bench/pack_model.py join /tmp/model /tmp/smol
         python bench/pack_model.py expand /tmp/smol/pulled /tmp/smol
         python bench/speculation.py --folder /tmp/smol --copy RESULT.json
