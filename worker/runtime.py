@@ -37,7 +37,7 @@ def start(settings: Settings, *, watch_stdin: bool = False) -> Worker:
     gate = WidthGate(engine, wide.executor)
     run = partial(run_job, gate=gate, loaded=loaded, clock=perf_counter)
     ready = offer(settings, loaded, engine.capacity, info | wide.info, wide.stage)
-    return Worker(settings, ready, run, counts=engine.counts, watch_stdin=watch_stdin)
+    return Worker(settings, ready, run, counts=engine.counts, width=lambda: gate.width, watch_stdin=watch_stdin)
 
 
 def engine_of(settings: Settings, loaded: LoadedModel, kernels: Path | None) -> tuple[Engine, dict[str, Any]]:

@@ -123,6 +123,7 @@ def test_an_answer_with_drafts_is_the_answer_without(
     drafted = run(wide, request, TOKENS)
     figures = wide.stop()
     assert [step.token for step in drafted] == answer
+    assert wide.width in figures.widths or not figures.drafted
     if engine.forward.trees:
         assert [step.logprobs for step in drafted] == [step.logprobs for step in plain]
     assert not drafter.held
@@ -182,6 +183,8 @@ def test_width_one_is_the_serial_path_itself_and_a_wider_plan_needs_an_executor(
         gate.engine(WidthPlan(4))
     gate.executor = executor(engine, Ngram())
     assert gate.plan(meta).width == engine.forward.width
+    assert gate.engine(gate.plan(meta)) is not engine
+    assert gate.width == 1, "before its first forward"
     off = gate.plan(Meta(speculation="off", prompt=5, budget=50))
     assert gate.engine(off) is engine
     assert "asks" in off.why

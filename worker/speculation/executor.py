@@ -18,7 +18,7 @@ from worker.speculation.costs import Measured
 from worker.speculation.draft import MAX_NODES, Draft, Drafter, Proposal, left_trunk
 from worker.speculation.planner import Plan, Planner
 from worker.speculation.shadow import Shadow
-from worker.width import Meta, WidthPlan
+from worker.width import Meta, WideEngine, WidthPlan
 
 ROUTE: Final = "hyper_width"
 """What DONE calls a job whose forwards may have more rows than one."""
@@ -64,7 +64,7 @@ class HyperWidthExecutor:
             return WidthPlan(1, "the answer is too short for a draft")
         return WidthPlan(self.width, self.why)
 
-    def run(self, plan: WidthPlan, singleton: Engine) -> Engine:
+    def run(self, plan: WidthPlan, singleton: Engine) -> WideEngine:
         """As in `WidthExecutor`."""
         assert isinstance(singleton, SerialEngine), "only the serial engine verifies drafts"
         return SpeculatingEngine(plan.width, singleton, self._parts)
@@ -78,15 +78,16 @@ class HyperWidthExecutor:
 
 
 class SpeculatingEngine:
-    """The `Engine` of a job each step of which may verify a draft. *width*: the most rows of a forward."""
+    """The `Engine` of a job each step of which may verify a draft. *widest*: the most rows of a forward."""
 
-    def __init__(self, width: int, serial: SerialEngine, parts: Parts) -> None:
+    def __init__(self, widest: int, serial: SerialEngine, parts: Parts) -> None:
         self.capacity = serial.capacity
-        self._width = width
+        self.width = 1
+        self._widest = widest
         self._serial = serial
         self._drafter = parts.drafter
         self._clock = parts.clock
-        self._planner = Planner(parts.measured, width - 1, parts.trees, parts.drafter.traits)
+        self._planner = Planner(parts.measured, widest - 1, parts.trees, parts.drafter.traits)
         self._shadow = Shadow()
         # What the latest step came to, told when the next one begins: it lasts until then.
         self._outcome: _Outcome | None = None
@@ -112,6 +113,7 @@ class SpeculatingEngine:
     def step(self) -> Step:
         """As in `Engine`."""
         if not self._serial.decided:
+            self.width = 1
             now = self._clock()
             self._tell((now - self._began) * 1e3)
             self._began = now
@@ -156,7 +158,7 @@ class SpeculatingEngine:
         """Run a forward over a draft in place of the next plain one, if there is one that is worth it."""
         serial, newest = self._serial, self._serial.newest
         # Behind the last node one more is drawn.
-        limit = min(self._width, serial.left) - 1
+        limit = min(self._widest, serial.left) - 1
         if limit < 1 or newest == NOT_A_NUMBER:
             return
         if newest is not None:
@@ -177,6 +179,7 @@ class SpeculatingEngine:
         if newest is not None:
             draft = self._drafter.propose(plan.nodes, plan.forks).draft
         path = serial.verify(draft)
+        self.width = draft.width
         self._launched += len(draft)
         self._committed += len(path) - 1
         self._outcome = _Outcome(plan, len(path) - 1, left_trunk(draft, path))
