@@ -30,8 +30,7 @@ from mtplx.fields import (
     Wire,
 )
 
-VERSION = 1
-MAGIC = b"MTX" + bytes([VERSION])
+VERSION, MAGIC = 1, b"MTX\x01"
 
 
 @dataclass(frozen=True, slots=True)
