@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from mtplx.job import MAX_INT
 from mtplx.settings import SchedulerMode, Settings
 from worker.engine.build import Options, build
+from worker.engine.draw_kernels import Wanted, compiling
 from worker.engine.engine import Engine
 from worker.engine.load import LoadedModel, device_name, load, resolve_model
 from worker.engine.reference import ReferenceEngine
@@ -29,20 +31,29 @@ def start(settings: Settings, *, watch_stdin: bool = False) -> Worker:
     """
     kernels = disk_cache.open_folder(settings.cache_dir)
     loaded = load(resolve_model(settings.model, settings.cache_dir))
-    engine, info = engine_of(settings, loaded, kernels)
-    engine.warm_up()
+    with compiling(Wanted.of(loaded), None if settings.reference else kernels) as compiled:
+        engine, info = engine_of(settings, loaded, kernels, compiled)
+        compiled()
+        engine.warm_up()
     run = partial(run_job, engine=engine, loaded=loaded, clock=perf_counter)
     ready = offer(settings, loaded, engine.capacity, info)
     return Worker(settings, ready, run, counts=engine.counts, watch_stdin=watch_stdin)
 
 
-def engine_of(settings: Settings, loaded: LoadedModel, kernels: Path | None) -> tuple[Engine, dict[str, Any]]:
+def engine_of(
+    settings: Settings, loaded: LoadedModel, kernels: Path | None, before_memory: Callable[[], None]
+) -> tuple[Engine, dict[str, Any]]:
     """The engine that *settings* ask for, and what health tells of it; *kernels*: where compiled ones are kept."""
     if settings.reference:
         return ReferenceEngine(loaded, settings.prefill_chunk), {"lane": "reference", "row_invariant": False}
     return build(
         loaded,
-        Options(kv_bytes=settings.kv_bytes, prefill_chunk=settings.prefill_chunk, kernel_folder=kernels),
+        Options(
+            kv_bytes=settings.kv_bytes,
+            prefill_chunk=settings.prefill_chunk,
+            kernel_folder=kernels,
+            before_memory=before_memory,
+        ),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
@@ -55,6 +56,8 @@ class Options:
     form: of the cache, taken unchecked; None, the fastest that passes the check at start.
     switches: of the in-place form where *form* is given.
     kernel_folder: where compiled kernels are kept; None, nowhere.
+    before_memory: called before the device's free memory is asked for, perhaps more than once: what others of us
+        still use of it must not make the pool smaller.
     """
 
     kv_bytes: int | None = None
@@ -63,6 +66,7 @@ class Options:
     form: str | None = None
     switches: Switches = Switches()
     kernel_folder: Path | None = None
+    before_memory: Callable[[], None] = lambda: None
 
     def rows(self, loaded: LoadedModel) -> int:
         """Rows of a prefill forward of this model on this device."""
@@ -123,6 +127,7 @@ def _packed(loaded: LoadedModel, options: Options) -> Lane:
         return _module(loaded, options, str(error))
     rows = options.rows(loaded)
     choice = _choice(packed, options, rows)
+    options.before_memory()
     shape = Shape(len(packed.layers), packed.heads.kv_heads, packed.heads.dim, packed.dtype)
     count = pages_for_model(
         loaded, shape.page_bytes, asked=options.kv_bytes, prefill_rows=rows, chunk=options.prefill_chunk
@@ -163,6 +168,7 @@ def _dense(packed: Packed, pool: Pool, form: str, rows: int, switches: Switches)
 
 
 def _module(loaded: LoadedModel, options: Options, why: str) -> Lane:
+    options.before_memory()
     forward = module_lane(
         loaded, asked=options.kv_bytes, prefill_rows=options.rows(loaded), chunk=options.prefill_chunk
     )
