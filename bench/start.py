@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import models
 
 from worker.engine.build import Options, build
+from worker.engine.draw_kernels import Wanted, compiling
 from worker.kernels import disk_cache
 
 LIMIT_S = 240.0
@@ -66,8 +67,11 @@ def main() -> None:
     kernels = disk_cache.open_folder(where.parent)
     module, config = load_model(where)
     shape = models.Shape(title="model", config=config, quantised="quantization" in config)
-    engine, info = build(models.loaded(shape, module), Options(kernel_folder=kernels))
-    engine.warm_up()
+    loaded = models.loaded(shape, module)
+    with compiling(Wanted.of(loaded), kernels) as compiled:
+        engine, info = build(loaded, Options(kernel_folder=kernels, before_memory=compiled))
+        compiled()
+        engine.warm_up()
     print(json.dumps({"at": time.time(), "info": {key: info[key] for key in ("lane", "form", "why", "kernels")}}))
 
 

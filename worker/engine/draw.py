@@ -13,7 +13,7 @@ from worker.engine.draw_tree import tree_operand
 from worker.engine.law import NOT_A_NUMBER, Kind, Law, after, law, operands, state
 from worker.engine.sample import Sampling
 
-__all__ = ["COMMON", "NOT_A_NUMBER", "Drawn", "Draws", "place", "warm"]
+__all__ = ["COMMON", "NOT_A_NUMBER", "WARM_ROWS", "Drawn", "Draws", "place", "warm"]
 
 # Every top_k and every window is a kind of its own, and a client may choose any; a graph forgotten is traced again
 # in milliseconds.
@@ -28,6 +28,9 @@ COMMON: Final = (
     Sampling(seed=0, temperature=1.0, top_p=0.5, repetition_penalty=1.1),
 )
 """One sampling of each kind that jobs mostly are."""
+
+WARM_ROWS: Final = (1,)
+"""Row counts of the draws that the engine makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +165,16 @@ def place(position: int) -> mx.array:
     return mx.array([0, position], dtype=mx.uint32)
 
 
-def warm(width: int, vocabulary: int, dtype: mx.Dtype, rows: Iterable[int] = (1,)) -> None:
-    """Make the graphs and kernels of the common kinds for logits of *dtype*, for each number of rows in *rows*."""
+def warm(
+    width: int,
+    vocabulary: int,
+    dtype: mx.Dtype,
+    rows: Iterable[int] = WARM_ROWS,
+    kinds: Iterable[Sampling] = COMMON,
+) -> None:
+    """Make the graphs and kernels of *kinds* for logits of *dtype*, for each number of rows in *rows*."""
     position = place(1)
-    for sampling in COMMON:
+    for sampling in kinds:
         draws = Draws(sampling, [0], width=width, vocabulary=vocabulary)
         for count in rows:
             logits, tokens = mx.zeros((count, width), dtype=dtype), mx.zeros(count, dtype=mx.uint32)

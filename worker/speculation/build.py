@@ -40,10 +40,15 @@ class Width:
     info: dict[str, Any]
 
 
+def may_draft(settings: Settings) -> bool:
+    """Whether jobs may verify drafts, so that draws of several rows are made ready."""
+    hyper = settings.scheduler_mode is SchedulerMode.HYPER and settings.hyper_stage != "h0"
+    return hyper and settings.draft != "none" and not settings.reference
+
+
 def may_fork(settings: Settings) -> bool:
     """Whether jobs may verify trees, so that the lane gets ready for them."""
-    drafts = settings.scheduler_mode is SchedulerMode.HYPER and settings.draft != "none"
-    return drafts and settings.hyper_stage in ("auto", "h2")
+    return may_draft(settings) and settings.hyper_stage != "h1"
 
 
 def width(settings: Settings, loaded: LoadedModel, engine: Engine, clock: Callable[[], float]) -> Width:
