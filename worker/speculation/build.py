@@ -11,13 +11,15 @@ from typing import Any, Final
 from mtplx.errors import SettingsError
 from mtplx.settings import SchedulerMode, Settings
 from worker.engine import geometry
+from worker.engine.build import Options, build
 from worker.engine.dense_in_place import DenseInPlace
 from worker.engine.draw import warm_rows
 from worker.engine.engine import Engine
 from worker.engine.geometry import Extent, Geometry
-from worker.engine.load import LoadedModel, chip_name, device_name
+from worker.engine.load import LoadedModel, chip_name, device_name, load, resolve_model
 from worker.engine.serial import SerialEngine
 from worker.engine.verify_bank import SIZES
+from worker.kernels import disk_cache
 from worker.speculation.costs import Costs, Measured
 from worker.speculation.draft import Drafter
 from worker.speculation.executor import HyperWidthExecutor, Parts
@@ -26,6 +28,9 @@ from worker.speculation.ngram import Ngram
 # What is measured before READY where nothing is kept yet: on the CPU a row takes tenths of a second.
 _FAST: Final = Extent(contexts=(64, 1024))
 _SLOW: Final = Extent(rows=(1, 2), contexts=(64,), steps=2, turns=1)
+# What is measured where somebody asks and waits.
+_WHOLE: Final = Extent()
+_WHOLE_SLOW: Final = Extent(contexts=(64, 1024), steps=2, turns=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,22 @@ def width(settings: Settings, loaded: LoadedModel, engine: Engine, clock: Callab
     return Width(stage, executor, info)
 
 
+def probe_rows(settings: Settings, clock: Callable[[], float]) -> Geometry:
+    """Measure what rows cost the settings' model here, in full, and keep it for the worker. clock: seconds.
+
+    Raises:
+        ModelFilesError, SettingsError: as at the start of a worker.
+    """
+    kernels = disk_cache.open_folder(settings.cache_dir)
+    loaded = load(resolve_model(settings.model, settings.cache_dir))
+    engine, _ = build(loaded, Options(kv_bytes=settings.kv_bytes, kernel_folder=kernels, trees=may_fork(settings)))
+    engine.warm_up()
+    extent = _WHOLE_SLOW if device_name() == "cpu" else _WHOLE
+    found = geometry.measure(engine.forward, engine.index.pages, extent, clock)
+    geometry.keep(found, _place(settings.cache_dir / "geometry", loaded, engine))
+    return found
+
+
 def _off(why: str) -> dict[str, Any]:
     return {"width_executor": False, "draft": "none", "width": 1, "width_why": why}
 
@@ -105,6 +126,16 @@ def _drafter(settings: Settings) -> Drafter:
 
 def _geometry(folder: Path, loaded: LoadedModel, engine: SerialEngine, clock: Callable[[], float]) -> Geometry:
     """What is kept of this model on this device, or measured now and kept."""
+    path = _place(folder, loaded, engine)
+    found = geometry.kept(path)
+    if found is None:
+        extent = _SLOW if device_name() == "cpu" else _FAST
+        found = geometry.measure(engine.forward, engine.index.pages, extent, clock)
+        geometry.keep(found, path)
+    return found
+
+
+def _place(folder: Path, loaded: LoadedModel, engine: SerialEngine) -> Path:
     forward = engine.forward
     facts = {
         "model": loaded.name,
@@ -117,9 +148,4 @@ def _geometry(folder: Path, loaded: LoadedModel, engine: SerialEngine, clock: Ca
         "row_invariant": forward.row_invariant,
         "capacity": forward.capacity,
     }
-    path = geometry.place(folder, facts)
-    found = geometry.kept(path)
-    if found is None:
-        found = geometry.measure(forward, engine.index.pages, _SLOW if device_name() == "cpu" else _FAST, clock)
-        geometry.keep(found, path)
-    return found
+    return geometry.place(folder, facts)
