@@ -71,6 +71,10 @@ class SubmitOptions:
         if self.credit is not None and (type(self.credit) is not int or not 1 <= self.credit <= MAX_CREDIT):
             # With 0 no chunk may ever come, and that would look like a silent broker.
             raise BadJobError(f"credit must be an integer of at least 1, not {self.credit!r}.", field="credit")
+        if not isinstance(self.headers, Mapping | None):
+            raise BadJobError(
+                f"headers must be a map of strings, not {type(self.headers).__name__}.", field="headers"
+            )
         for key, text in (self.headers or {}).items():
             _check_text(key)
             _check_text(text)

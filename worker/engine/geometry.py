@@ -8,10 +8,14 @@ drafts the host makes.
 from __future__ import annotations
 
 import json
+import logging
+import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -23,6 +27,8 @@ from worker.engine.visibility import number_of
 from worker.kv.pages import Pages
 from worker.kv.pages import Sequence as Rows
 from worker.kv.prefix import Opened
+
+_log = logging.getLogger(__name__)
 
 ROWS: Final = (1, 2, 3, 4, 6, 8, 12, 16)
 CONTEXTS: Final = (64, 1024, 4096, 16384)
@@ -137,24 +143,52 @@ def _moved(forward: Forward, sequence: Rows, context: int, rows: Sequence[int]) 
 
 
 def kept(path: Path) -> Geometry | None:
-    """The geometry that *path* holds; None where there is none that can be read."""
+    """The geometry that *path* holds; None where there is none, or one that no probe would have found."""
     try:
         found = json.loads(path.read_text())
-        return Geometry(
+        geometry = Geometry(
             rows=tuple(found["rows"]),
             contexts=tuple(found["contexts"]),
             ms=tuple(map(tuple, found["ms"])),
             overhead_ms=found["overhead_ms"],
             moved=tuple(found["moved"]),
         )
-    except (OSError, ValueError, LookupError, TypeError):
+        return geometry if _plausible(geometry) else None
+    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
         return None
 
 
+def _plausible(geometry: Geometry) -> bool:
+    """Whether all is what planning counts on: the file may be damaged, or of another version."""
+    rows, contexts = geometry.rows, geometry.contexts
+    times = [ms for line in geometry.ms for ms in line]
+    numbers = (*times, geometry.overhead_ms, *geometry.moved)
+    return (
+        all(type(one) is int for one in (*rows, *contexts))
+        and rows[0] == 1
+        and contexts[0] >= 0
+        and all(low < high for one in (rows, contexts) for low, high in pairwise(one))
+        and len(geometry.ms) == len(contexts)
+        and all(len(line) == len(rows) for line in (*geometry.ms, geometry.moved))
+        and all(type(one) in (int, float) for one in numbers)
+        and all(math.isfinite(ms) and ms > 0 for ms in times)
+        and math.isfinite(geometry.overhead_ms)
+        and geometry.overhead_ms >= 0
+    )
+
+
 def keep(geometry: Geometry, path: Path) -> None:
-    """Write *geometry* to *path*."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(geometry)))
+    """Write *geometry* to *path*, the whole of it or nothing; the log tells where that cannot be."""
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            part.write_text(json.dumps(asdict(geometry)))
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        _log.warning("what rows cost is not kept, and is measured again at each start: %s", error)
 
 
 def place(folder: Path, facts: dict[str, Any]) -> Path:

@@ -24,7 +24,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import apply_top_k, apply_top_p
 
 from worker.engine.draw_tree import Tree, accepted
-from worker.engine.sample import Sampling, gumbel_of, key, words
+from worker.engine.sample import LEAST_TOP_P, Sampling, gumbel_of, key, words
 
 NOT_A_NUMBER: Final = 0xFFFFFFFF
 """What the host reads in the place of a token whose logits were not numbers."""
@@ -110,7 +110,7 @@ def operands(sampling: Sampling, kind: Kind) -> Operands:
     """The operands of *sampling*, evaluated."""
     numbers = [
         sampling.temperature,
-        sampling.top_p,
+        max(sampling.top_p, LEAST_TOP_P),
         math.log(sampling.min_p) if kind.min_p else 0.0,
         sampling.repetition_penalty,
         sampling.presence_penalty,
