@@ -24,7 +24,7 @@ import mlx.core as mx
 
 from worker.engine.forward import MAX_ROWS, Forward, rows_needed
 from worker.engine.visibility import number_of
-from worker.kv.pages import Pages
+from worker.kv.pages import PAGE, Pages
 from worker.kv.pages import Sequence as Rows
 from worker.kv.prefix import Opened
 
@@ -75,23 +75,27 @@ def measure(forward: Forward, pages: Pages, extent: Extent, clock: Callable[[], 
 
     Contexts without room are left out; a lane that reuses no rows is measured at its beginning.
     """
-    rows = tuple(count for count in extent.rows if count <= max(forward.width, 1))
+    available = min(forward.capacity, pages.free * PAGE) - 1
+    # In a small pool fewer steps are timed, of which two are the least, and no more rows than it holds so often.
+    rows = tuple(n for n in extent.rows if n == 1 or (n <= forward.width and available >= MAX_ROWS * 3))
+    steps = max(2, min(extent.steps, available // MAX_ROWS - 1)) if len(rows) > 1 else 2
     contexts = extent.contexts if forward.prefix_reuse else (0,)
-    room = min(forward.capacity, pages.free * 32) - MAX_ROWS * (extent.steps + 1)
-    contexts = tuple(context for context in contexts if context <= room) or (0,)
+    written = (MAX_ROWS if len(rows) > 1 else 1) * (steps + 1)
+    room = available - written
+    contexts = tuple(context for context in contexts if context <= room) or (int(forward.prefix_reuse),)
     times: list[tuple[float, ...]] = []
     for context in contexts:
         runs: dict[int, list[float]] = {count: [] for count in rows}
-        with _begun(forward, pages, context, extent.steps) as sequence:
+        with _begun(forward, pages, context, written) as sequence:
             for _ in range(extent.turns + 1):
                 for count, taken in runs.items():
-                    taken.append(_run(forward, count, extent.steps, clock, wait=not forward.one_ahead))
+                    taken.append(_run(forward, count, steps, clock, wait=not forward.one_ahead))
                     _back(forward, sequence, context)
         times.append(tuple(median(taken[1:]) for taken in runs.values()))
-    with _begun(forward, pages, contexts[0], extent.steps) as sequence:
+    with _begun(forward, pages, contexts[0], written) as sequence:
         waited = []
         for _ in range(extent.turns + 1):
-            waited.append(_run(forward, 1, extent.steps, clock, wait=True))
+            waited.append(_run(forward, 1, steps, clock, wait=True))
             _back(forward, sequence, contexts[0])
         moved = tuple(_moved(forward, sequence, contexts[0], rows))
     overhead = max(median(waited[1:]) - times[0][0], 0.0)
@@ -99,8 +103,8 @@ def measure(forward: Forward, pages: Pages, extent: Extent, clock: Callable[[], 
 
 
 @contextmanager
-def _begun(forward: Forward, pages: Pages, context: int, steps: int) -> Iterator[Rows]:
-    sequence = pages.reserve(rows_needed(context + MAX_ROWS * (steps + 1), forward.prefill_rows))
+def _begun(forward: Forward, pages: Pages, context: int, written: int) -> Iterator[Rows]:
+    sequence = pages.reserve(rows_needed(context + written, forward.prefill_rows))
     sequence.append(context, prompt=True)
     forward.begin(Opened(sequence, (), b"", False, (), context, True))
     try:
