@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import make_tiny
+from tiny_models import make_mamba, make_tiny
 
 from worker.engine import build, geometry
 from worker.engine.geometry import Extent, Geometry
@@ -132,3 +132,14 @@ def test_the_smallest_pool_is_measured_too_and_is_free_again(
     assert engine.index.pages.free == pages
     geometry.keep(found, tmp_path / "one.json")
     assert geometry.kept(tmp_path / "one.json") == found
+
+
+@pytest.mark.parametrize("name", ["mamba", "qwen3_5", "granite_hybrid", "gemma3"])
+def test_models_with_states_that_cannot_go_back_are_measured(name: str, tmp_path: Path) -> None:
+    folder = make_mamba(tmp_path) if name == "mamba" else make_tiny(name, tmp_path)
+    engine, _ = build.build(load(folder), build.Options())
+    clock = iter(range(1_000_000))
+    extent = Extent(rows=(1, 2, 4), steps=2, turns=1)
+    found = geometry.measure(engine.forward, engine.index.pages, extent, lambda: float(next(clock)))
+    assert len(found.ms[0]) == len(found.rows)
+    assert engine.index.pages.free == engine.index.pages.count
