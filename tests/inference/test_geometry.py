@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_models import make_mamba, make_tiny
 
-from worker.engine import geometry
-from worker.engine.geometry import Geometry
+from worker.engine import build, geometry
+from worker.engine.geometry import Extent, Geometry
+from worker.engine.load import LoadedModel, load
 from worker.speculation.costs import Costs
 
 FOUND = Geometry(
@@ -111,3 +113,33 @@ def test_a_write_that_breaks_off_leaves_what_was_there(tmp_path: Path, monkeypat
     geometry.keep(FOUND, path)
     assert geometry.kept(path) == FOUND
     assert [one.name for one in tmp_path.iterdir()] == ["one.json"]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load(make_tiny("llama", tmp_path_factory.mktemp("llama")))
+
+
+@pytest.mark.parametrize("extent", [Extent(), Extent(rows=(1, 2), contexts=(64,), steps=2, turns=1)])
+@pytest.mark.parametrize("pages", [3, 4, 5, 7])
+def test_the_smallest_pool_is_measured_too_and_is_free_again(
+    loaded: LoadedModel, pages: int, extent: Extent, tmp_path: Path
+) -> None:
+    engine, _ = build.build(loaded, build.Options(kv_bytes=pages * 16384, form=build.TAIL_FORM))
+    assert engine.index.pages.count == pages
+    clock = iter(range(1_000_000))
+    found = geometry.measure(engine.forward, engine.index.pages, extent, lambda: float(next(clock)))
+    assert engine.index.pages.free == pages
+    geometry.keep(found, tmp_path / "one.json")
+    assert geometry.kept(tmp_path / "one.json") == found
+
+
+@pytest.mark.parametrize("name", ["mamba", "qwen3_5", "granite_hybrid", "gemma3"])
+def test_models_with_states_that_cannot_go_back_are_measured(name: str, tmp_path: Path) -> None:
+    folder = make_mamba(tmp_path) if name == "mamba" else make_tiny(name, tmp_path)
+    engine, _ = build.build(load(folder), build.Options())
+    clock = iter(range(1_000_000))
+    extent = Extent(rows=(1, 2, 4), steps=2, turns=1)
+    found = geometry.measure(engine.forward, engine.index.pages, extent, lambda: float(next(clock)))
+    assert len(found.ms[0]) == len(found.rows)
+    assert engine.index.pages.free == engine.index.pages.count
