@@ -18,6 +18,8 @@ MAX_CREDIT: Final = 2**53
 
 Asked = Job | Mapping[str, Any] | str | None
 
+TRACE_CONTEXT: Final = ("traceparent", "tracestate")
+
 
 class SubmitArguments(TypedDict, total=False):
     """The keyword arguments of `submit`: its options, then the fields of a job (see docs/protocol.md)."""
@@ -78,6 +80,11 @@ class SubmitOptions:
         for key, text in (self.headers or {}).items():
             _check_text(key)
             _check_text(text)
+            if key not in TRACE_CONTEXT and not key.startswith("x-"):
+                raise BadJobError(
+                    f"headers has {key!r}; it may hold {', '.join(TRACE_CONTEXT)} and names that begin with x-.",
+                    field="headers",
+                )
 
     @classmethod
     def of(cls, arguments: dict[str, Any]) -> Self:

@@ -4,7 +4,7 @@ import pytest
 
 from mtplx.errors import BadJobError
 from mtplx.job import Job, ModelLimits
-from mtplx.request import request_of
+from mtplx.request import SubmitOptions, request_of
 
 V = 304
 LIMITS = ModelLimits(vocabulary=V, context=512)
@@ -77,3 +77,10 @@ def test_headers_that_are_no_map_of_texts_are_a_bad_job(headers):
     with pytest.raises(BadJobError) as caught:
         request_of("Hi", {"headers": headers})
     assert caught.value.field == "headers"
+
+
+@pytest.mark.parametrize("name", ["evil", "Traceparent", "x", ""])
+def test_headers_hold_trace_context_and_names_of_ones_own(name):
+    SubmitOptions(headers={"traceparent": "00-1-2-01", "tracestate": "a=b", "x-mine": "1"})
+    with pytest.raises(BadJobError, match="headers"):
+        SubmitOptions(headers={name: "1"})

@@ -27,7 +27,7 @@ from worker.speculation.ngram import Ngram
 
 # What is measured before READY where nothing is kept yet: on the CPU a row takes tenths of a second.
 _FAST: Final = Extent(contexts=(64, 1024))
-_SLOW: Final = Extent(rows=(1, 2), contexts=(64,), steps=2, turns=1)
+_SLOW: Final = Extent(rows=(1, 2), contexts=(64,), steps=2, turns=2)
 # What is measured where somebody asks and waits.
 _WHOLE: Final = Extent()
 _WHOLE_SLOW: Final = Extent(contexts=(64, 1024), steps=2, turns=1)
@@ -89,7 +89,7 @@ def width(settings: Settings, loaded: LoadedModel, engine: Engine, clock: Callab
     info = {
         "width_executor": True,
         "draft": drafter.name,
-        "width": executor.width,
+        "most_rows": executor.width,
         "width_why": executor.why or forward.why_narrow,
         "geometry": asdict(found),
     }
@@ -113,7 +113,7 @@ def probe_rows(settings: Settings, clock: Callable[[], float]) -> Geometry:
 
 
 def _off(why: str) -> dict[str, Any]:
-    return {"width_executor": False, "draft": "none", "width": 1, "width_why": why}
+    return {"width_executor": False, "draft": "none", "most_rows": 1, "width_why": why}
 
 
 def _drafter(settings: Settings) -> Drafter:

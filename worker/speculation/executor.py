@@ -27,6 +27,8 @@ ROUTE: Final = "hyper_width"
 _LOOKED_AT: Final = (64, 2048)
 # The newest id, one drafted behind it, and one drawn behind that.
 _LEAST_BUDGET: Final = 3
+# Of what rows would bring if all were kept, the share that they must not cost: drafts err, and clocks do.
+_HOPED: Final = 0.9
 _MOST_FORKS: Final = 3
 
 
@@ -72,7 +74,7 @@ class HyperWidthExecutor:
     def _could_pay(self) -> bool:
         for context in _LOOKED_AT:
             steps = self._parts.measured.steps(context)
-            if any(steps[nodes] < steps[0] * (nodes + 1) for nodes in range(1, self.width)):
+            if any(steps[nodes] < _HOPED * steps[0] * (nodes + 1) for nodes in range(1, self.width)):
                 return True
         return False
 
