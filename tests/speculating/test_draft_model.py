@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from mtplx.errors import ModelFilesError, SettingsError
 from mtplx.settings import Settings
-from worker.engine import memory
+from worker.engine import draw_tree, memory
 from worker.engine.draw import Draws, place
 from worker.engine.engine import Cancelled, EngineRequest, Figures, NumericError, unheard
 from worker.engine.load import LoadedModel, load
@@ -185,12 +185,12 @@ def test_a_head_padded_otherwise_draws_with_the_same_noise(
     assert all_kept(figures) > 0
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "granite_hybrid"])
 def test_targets_of_every_lane_take_drafts_of_a_model(family: str, tmp_path: Path) -> None:
-    goal = load(make_tiny(family, tmp_path / "goal")) if (tmp_path / "goal").mkdir() is None else None
-    (tmp_path / "draft").mkdir()
+    for name in ("goal", "draft"):
+        (tmp_path / name).mkdir()
+    goal = load(make_tiny(family, tmp_path / "goal"))
     draft = load(make_llama(tmp_path / "draft", Kind(layers=1)))
-    assert goal is not None
     assert not difference(goal, draft)
     engine, drafter = build(goal).engine, drafter_of(draft, goal)
     job = EngineRequest(prompt=PROMPT, sampling=Sampling(seed=8, temperature=0.8), max_tokens=24)
@@ -429,6 +429,8 @@ def test_memory_is_flat_over_many_jobs(target: LoadedModel, alike: LoadedModel) 
         ids_of(wide, job, 2 + number % 39)
         wide.stop()
         check_books(engine, drafter)
+        # What is remembered of shapes has a bound of its own.
+        draw_tree._operand.cache_clear()
         mx.clear_cache()
         held.append(mx.get_active_memory())
     assert max(held[25:]) <= max(held[10:25]) + 4096
@@ -473,7 +475,7 @@ def test_a_tokenizer_with_more_ids_is_refused_with_both_numbers(target: LoadedMo
     longer.add_tokens(["<tool>"])
     longer.save_pretrained(folder)
     with pytest.raises(
-        SettingsError, match=f"it has {target.vocabulary + 1} ids, and the model has {target.vocabulary}"
+        SettingsError, match=rf"it has {target.vocabulary + 1} ids, and the model has {target.vocabulary}"
     ):
         draft_model(settings(folder, tmp_path), target, 512, ticking())
 
@@ -495,7 +497,7 @@ def test_a_draft_model_that_memory_does_not_hold_is_refused_before_it_is_loaded(
     folder = make_llama(tmp_path / "draft")
     monkeypatch.setattr(memory, "room", lambda: Memory(total=10**6, used=10**6 - 1000))
     monkeypatch.setattr(speculation, "load", lambda _path: pytest.fail("it is not loaded"))
-    with pytest.raises(SettingsError, match="its weights take .* smaller draft model"):
+    with pytest.raises(SettingsError, match=r"its weights take .* smaller draft model"):
         draft_model(settings(folder, tmp_path), target, 512, ticking())
 
 
@@ -507,12 +509,12 @@ def test_a_model_with_a_recurrent_state_does_not_draft(target: LoadedModel, tmp_
 
 
 def test_a_draft_model_that_is_not_there_is_told_with_the_setting(target: LoadedModel, tmp_path: Path) -> None:
-    with pytest.raises(ModelFilesError, match="--draft model:nowhere"):
+    with pytest.raises(ModelFilesError, match=r"--draft model:nowhere"):
         draft_model(settings("nowhere", tmp_path), target, 512, ticking())
     (tmp_path / "draft").mkdir()
     folder = make_llama(tmp_path / "draft")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelFilesError, match=r"--draft model:.*draft: .*has no model"):
+    with pytest.raises(ModelFilesError, match=r"--draft model:.*has no model"):
         draft_model(settings(folder, tmp_path), target, 512, ticking())
 
 
