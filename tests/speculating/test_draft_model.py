@@ -78,6 +78,15 @@ def alike(target: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Load
     return load(folder)
 
 
+Pair = tuple[SerialEngine, DraftModel]
+
+
+@pytest.fixture(scope="module")
+def pair(target: LoadedModel) -> Pair:
+    """An engine, and its own model as drafter: their jobs follow each other."""
+    return build(target).engine, drafter_of(target, target)
+
+
 def ticking() -> Callable[[], float]:
     def ticks() -> Iterator[float]:
         now = 0.0
@@ -132,10 +141,9 @@ def check_books(engine: SerialEngine, drafter: DraftModel) -> None:
 @each_sampling
 @pytest.mark.parametrize("which", ["small", "alike"])
 def test_an_answer_with_a_draft_model_is_the_answer_without(
-    target: LoadedModel, which: str, sampling: Sampling, request: pytest.FixtureRequest
+    target: LoadedModel, pair: Pair, which: str, sampling: Sampling, request: pytest.FixtureRequest
 ) -> None:
-    engine = build(target).engine
-    drafter = drafter_of(request.getfixturevalue(which), target)
+    engine, drafter = pair[0], drafter_of(request.getfixturevalue(which), target)
     job = EngineRequest(prompt=PROMPT, sampling=sampling, max_tokens=TOKENS)
     answer = plain(engine, job)
     wide = speculating(engine, drafter)
@@ -148,8 +156,8 @@ def test_an_answer_with_a_draft_model_is_the_answer_without(
 
 
 @each_sampling
-def test_the_target_itself_as_its_draft_is_always_kept(target: LoadedModel, sampling: Sampling) -> None:
-    engine, drafter = build(target).engine, drafter_of(target, target)
+def test_the_target_itself_as_its_draft_is_always_kept(pair: Pair, sampling: Sampling) -> None:
+    engine, drafter = pair
     job = EngineRequest(prompt=PROMPT, sampling=sampling, max_tokens=3 * TOKENS, cache=False)
     answer = plain(engine, job)
     wide = speculating(engine, drafter)
@@ -217,8 +225,8 @@ def test_runners_up_are_verified_beside_the_trunk_and_win(target: LoadedModel, a
 
 
 @pytest.mark.parametrize("cut", range(1, 14))
-def test_an_answer_may_end_inside_an_accepted_block(target: LoadedModel, cut: int) -> None:
-    engine, drafter = build(target).engine, drafter_of(target, target)
+def test_an_answer_may_end_inside_an_accepted_block(target: LoadedModel, pair: Pair, cut: int) -> None:
+    engine, drafter = pair
     job = EngineRequest(prompt=PROMPT, sampling=Sampling(seed=9, temperature=0.8), max_tokens=TOKENS)
     answer = plain(engine, job)
     wide = speculating(engine, drafter)
@@ -235,8 +243,8 @@ def test_an_answer_may_end_inside_an_accepted_block(target: LoadedModel, cut: in
 
 
 @pytest.mark.parametrize("budget", range(1, 9))
-def test_a_budget_is_not_drafted_beyond(target: LoadedModel, budget: int) -> None:
-    engine, drafter = build(target).engine, drafter_of(target, target)
+def test_a_budget_is_not_drafted_beyond(pair: Pair, budget: int) -> None:
+    engine, drafter = pair
     job = EngineRequest(prompt=(1, 2, 3), sampling=Sampling(seed=9), max_tokens=budget, cache=False)
     answer = plain(engine, job)
     wide = speculating(engine, drafter)
@@ -249,10 +257,8 @@ def test_a_budget_is_not_drafted_beyond(target: LoadedModel, budget: int) -> Non
 
 @pytest.mark.parametrize("before", [1, 5, 16, 37])
 @each_sampling
-def test_an_answer_that_is_resumed_goes_on_as_it_would_have(
-    target: LoadedModel, sampling: Sampling, before: int
-) -> None:
-    engine, drafter = build(target).engine, drafter_of(target, target)
+def test_an_answer_that_is_resumed_goes_on_as_it_would_have(pair: Pair, sampling: Sampling, before: int) -> None:
+    engine, drafter = pair
     job = EngineRequest(prompt=PROMPT, sampling=sampling, max_tokens=TOKENS, cache=False)
     answer = plain(engine, job)
     rest = replace(job, drawn=tuple(answer[:before]), max_tokens=TOKENS - before)
@@ -315,9 +321,9 @@ def test_a_draft_model_whose_numbers_are_none_drafts_nothing_and_changes_nothing
 
 
 def test_numbers_of_the_target_that_are_none_end_the_job_as_they_end_a_plain_one(
-    target: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, drafter = build(target).engine, drafter_of(target, target)
+    engine, drafter = pair
     job = EngineRequest(prompt=PROMPT, sampling=Sampling(seed=9), max_tokens=TOKENS, cache=False)
     answer = plain(engine, job)
     rows, calls = engine.forward.rows, [0]
@@ -359,8 +365,8 @@ def test_a_draft_that_was_left_alone_reads_what_it_missed(target: LoadedModel) -
     drafter.index.pages.check()
 
 
-def test_drafted_tokens_are_read_together(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter = drafter_of(target, target)
+def test_drafted_tokens_are_read_together(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = pair[1]
     drafter.begin(PROMPT, Sampling(seed=2, temperature=0.8), Terms(budget=TOKENS))
     drafter.extend((5,))
     reads = []
