@@ -431,8 +431,8 @@ def test_memory_is_flat_over_many_jobs(target: LoadedModel, alike: LoadedModel) 
     held = []
     for number in range(50):
         prompt = tuple((place * 7 + number) % 260 for place in range(20 + number % 30))
-        job = EngineRequest(prompt=prompt, sampling=samplings()[number % 6], max_tokens=40)
-        ids_of(wide, job, 2 + number % 39)
+        job = EngineRequest(prompt=prompt, sampling=samplings()[number % 6], max_tokens=20)
+        ids_of(wide, job, 2 + number % 19)
         wide.stop()
         check_books(engine, drafter)
         # What is remembered of shapes has a bound of its own.

@@ -93,7 +93,7 @@ class DraftModel:
         """As in `Drafter`: reads the prompt. A text that this model has no room for gets no drafts."""
         self.end()
         reach = min(len(ids) + terms.budget, self._capacity)
-        if reach < len(ids):
+        if reach <= len(ids):
             return
         draws = Draws(
             replace(sampling, logprobs=0),
