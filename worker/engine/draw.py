@@ -176,9 +176,9 @@ class Draws:
             self._newest = mx.array([part[-1]], dtype=mx.uint32)
 
     def _drawn(self, token: mx.array, read: mx.array, rest: list[mx.array], path: mx.array | None) -> Drawn:
-        pairs = [(rest[at], rest[at + 1]) for at in range(0, len(rest), 2)]
-        second = pairs.pop() if self._kind.ranked else None
-        return Drawn(token, read, pairs[0] if pairs else None, path, second)
+        at = 2 if self._kind.logprobs else 0
+        top = (rest[0], rest[1]) if at else None
+        return Drawn(token, read, top, path, (rest[at], rest[at + 1]) if self._kind.ranked else None)
 
 
 @lru_cache(maxsize=_KINDS_KEPT)
