@@ -40,7 +40,7 @@ def start(settings: Settings, *, watch_stdin: bool = False) -> Worker:
         engine, info = engine_of(settings, loaded, kernels, compiled)
         compiled()
         engine.warm_up()
-    wide = width(settings, loaded, engine, perf_counter)
+    wide = width(settings, loaded, engine, perf_counter, kernels)
     gate = WidthGate(engine, wide.executor)
     run = partial(run_job, gate=gate, loaded=loaded, clock=perf_counter)
     ready = offer(settings, loaded, engine.capacity, info | wide.info, wide.stage)

@@ -14,7 +14,7 @@ from worker.engine.load import LoadedModel, load
 from worker.engine.sample import Sampling
 from worker.engine.serial import SerialEngine
 from worker.speculation.costs import Costs, Measured
-from worker.speculation.draft import Draft, Proposal, Traits
+from worker.speculation.draft import Draft, Proposal, Terms, Traits
 from worker.speculation.executor import ROUTE, HyperWidthExecutor, Parts
 from worker.speculation.ngram import Ngram
 from worker.width import Meta, WidthError, WidthGate, WidthPlan
@@ -39,7 +39,7 @@ class Oracle:
         self._done = 0
         self._prompt = 0
 
-    def begin(self, ids: tuple[int, ...], sampling: Sampling) -> None:
+    def begin(self, ids: tuple[int, ...], sampling: Sampling, _terms: Terms) -> None:
         assert not self.held
         self.held, self._prompt, self._done = True, len(ids), 0
 

@@ -15,7 +15,7 @@ from worker.engine.draw import NOT_A_NUMBER
 from worker.engine.engine import Engine, EngineRequest, Figures, PrefillProgress, Step
 from worker.engine.serial import SerialEngine
 from worker.speculation.costs import Measured
-from worker.speculation.draft import MAX_NODES, Draft, Drafter, Proposal, left_trunk
+from worker.speculation.draft import MAX_NODES, Draft, Drafter, Proposal, Terms, left_trunk
 from worker.speculation.planner import Plan, Planner
 from worker.speculation.shadow import Shadow
 from worker.width import Meta, WideEngine, WidthPlan
@@ -109,7 +109,14 @@ class SpeculatingEngine:
         self._outcome, self._told = None, False
         self._launched = self._committed = 0
         self._serial.start(request, progress)
-        self._drafter.begin((*request.prompt, *request.drawn), request.sampling)
+        ids = (*request.prompt, *request.drawn)
+        terms = Terms(
+            budget=request.max_tokens,
+            keep=request.cache is not False,
+            owner=request.owner,
+            look=lambda: progress(len(ids), len(ids)),
+        )
+        self._drafter.begin(ids, request.sampling, terms)
         self._began = self._clock()
 
     def step(self) -> Step:
@@ -158,14 +165,22 @@ class SpeculatingEngine:
 
     def _verify_a_draft(self) -> None:
         """Run a forward over a draft in place of the next plain one, if there is one that is worth it."""
-        serial, newest = self._serial, self._serial.newest
+        newest = self._serial.newest
         # Behind the last node one more is drawn.
-        limit = min(self._widest, serial.left) - 1
+        limit = min(self._widest, self._serial.left) - 1
         if limit < 1 or newest == NOT_A_NUMBER:
             return
         if newest is not None:
             self._became_text(newest)
             self._told = True
+        if self._drafter.traits.free:
+            self._verify_what_there_is(limit, newest)
+        else:
+            self._verify_what_is_asked_for(limit, newest)
+
+    def _verify_what_there_is(self, limit: int, newest: int | None) -> None:
+        """Of what the drafter proposes, whatever comes of it."""
+        serial = self._serial
         if newest is None:
             whole = self._drafter.propose(min(limit + 1, MAX_NODES), 0)
         else:
@@ -180,7 +195,32 @@ class SpeculatingEngine:
         draft = Draft.chain(proposal.draft.tokens[: plan.depth])
         if newest is not None:
             draft = self._drafter.propose(plan.nodes, plan.forks).draft
-        path = serial.verify(draft)
+        self._verify(plan, draft)
+
+    def _verify_what_is_asked_for(self, limit: int, newest: int | None) -> None:
+        """Of a drafter that takes time: it is asked only if a draft is planned, and knows all of the text."""
+        serial, drafter = self._serial, self._drafter
+        plan = self._planner.plan(serial.position, None)
+        self._outcome = _Outcome(plan if not plan.nodes else Plan(plan.context))
+        if not plan.nodes:
+            return
+        if newest is None:
+            newest = serial.resolve()
+            if newest == NOT_A_NUMBER:
+                return
+            self._became_text(newest)
+            self._told = True
+        # A drafter that was left alone has to read; neither that nor the wait for the newest id is a draft's.
+        drafter.catch_up()
+        self._began = self._clock()
+        proposal = drafter.propose(min(plan.depth, limit), 0)
+        if not proposal.margins:
+            return
+        plan = self._planner.refined(plan, proposal.margins, proposal.turns)
+        self._verify(plan, drafter.propose(plan.nodes, plan.forks).draft)
+
+    def _verify(self, plan: Plan, draft: Draft) -> None:
+        path = self._serial.verify(draft)
         self.width = draft.width
         self._launched += len(draft)
         self._committed += len(path) - 1
