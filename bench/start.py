@@ -23,6 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import models
 
 from worker.engine.build import Options, build
+from worker.engine.draw import warm_rows
+from worker.engine.draw_kernels import Wanted, compiling
+from worker.engine.verify_bank import SIZES
 from worker.kernels import disk_cache
 
 LIMIT_S = 240.0
@@ -66,8 +69,13 @@ def main() -> None:
     kernels = disk_cache.open_folder(where.parent)
     module, config = load_model(where)
     shape = models.Shape(title="model", config=config, quantised="quantization" in config)
-    engine, info = build(models.loaded(shape, module), Options(kernel_folder=kernels))
-    engine.warm_up()
+    loaded = models.loaded(shape, module)
+    # As a worker in hyper mode, which verifies drafts, trees among them.
+    with compiling(Wanted.of(loaded, SIZES), kernels) as compiled:
+        engine, info = build(loaded, Options(kernel_folder=kernels, before_memory=compiled, trees=True))
+        compiled()
+        engine.warm_up()
+    warm_rows(loaded.width, loaded.vocabulary, loaded.dtype, SIZES[1:])
     print(json.dumps({"at": time.time(), "info": {key: info[key] for key in ("lane", "form", "why", "kernels")}}))
 
 

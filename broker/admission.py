@@ -167,12 +167,12 @@ class Gate:
         assert all(record.phase is Phase.WAITING for record in self.line.values())
         assert self.slot is None or self.slot.phase in (Phase.RUNNING, Phase.CANCELLING)
 
-    def hyper_block(self, stage: str, *, executor: bool) -> dict[str, Any]:
-        """The `scheduler.hyper` part of health."""
+    def hyper_block(self, stage: str, *, executor: bool, width: int) -> dict[str, Any]:
+        """The `scheduler.hyper` part of health. *width*: rows of the running job's latest forward."""
         return {
             "stage": stage,
             "admission_cap": 1,
-            "width": 1,
+            "width": width,
             "passthrough": "serial_b1",
             "width_executor_installed": executor,
             "active": int(self.slot is not None),

@@ -236,6 +236,7 @@ class Back:
         worker.heard(now.mono, progressed=message.progress != worker.progress)
         worker.progress, worker.prefix = message.progress, message.prefix
         if message.lease == self._lease:
+            worker.width = message.width
             worker.phase, worker.done, worker.total = message.phase, message.done, message.total
 
     def _holds_lease(self, route: bytes, message: m.Message) -> bool:

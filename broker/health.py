@@ -74,7 +74,8 @@ def _scheduler(jobs: Jobs, back: Back) -> dict[str, Any]:
         worker = back.worker
         stage = worker.ready.stage if worker else jobs.settings.hyper_stage
         executor = bool(worker and worker.ready.info.get("width_executor"))
-        found["hyper"] = jobs.gate.hyper_block(stage, executor=executor)
+        width = worker.width if worker and jobs.gate.slot else 1
+        found["hyper"] = jobs.gate.hyper_block(stage, executor=executor, width=width)
     return found
 
 

@@ -15,6 +15,7 @@ class LiveWorker:
     generation counts accepted READYs, so that a job is checked once against each worker's limits.
     progress is the worker's own counter, which grows with every prefill chunk and token.
     leaving: it said BYE and gets no further job.
+    width: rows of the running job's latest forward, as it told.
     prefix: what it counts of the reuse of prompts, for health; None where it reuses nothing.
     """
 
@@ -29,6 +30,7 @@ class LiveWorker:
     total: int = 0
     leaving: bool = False
     prefix: dict[str, Any] | None = None
+    width: int = 1
 
     def heard(self, now: float, *, progressed: bool) -> None:
         """Note a message from the worker."""

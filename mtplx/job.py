@@ -225,7 +225,8 @@ def _logit_bias(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping) or len(value) > MAX_BIASES:
         raise _wrong(name, f"a map of at most {MAX_BIASES} token ids to numbers", value)
     number = _float(f"a number from -{MAX_BIAS:g} to {MAX_BIAS:g}", lambda bias: abs(bias) <= MAX_BIAS)
-    biases = {_bias_id(name, key): number(f"{name}[{_shown(key)}]", bias) for key, bias in value.items()}
+    named = [(_bias_id(name, key), bias) for key, bias in value.items()]
+    biases = {token: number(f"{name}[{token}]", bias) for token, bias in named}
     if len(biases) != len(value):
         raise BadJobError(f"{name} names one token id twice.", field=name)
     return biases

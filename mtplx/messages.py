@@ -1,7 +1,7 @@
 """Every message of MTX/1, one frozen dataclass each: the single source of the protocol.
 
-The codec (`wire.py`), the tables of `docs/protocol.md` and the golden vectors are made from this file. A field is
-`Annotated[python type, wire type, "meaning"]`; `BODY` puts it into the body map; a default makes it optional.
+Codec (`wire.py`), tables of `docs/protocol.md` and golden vectors are made from it. A field is `Annotated[python
+type, wire type, "meaning"]`; `BODY` puts it into the body map; a default makes it optional.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from mtplx.fields import (
     Wire,
 )
 
-VERSION = 1
-MAGIC = b"MTX" + bytes([VERSION])
+VERSION, MAGIC = 1, b"MTX\x01"
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +330,7 @@ class WorkerBeat(Message):
     total: Annotated[int, UINT, "As in PROGRESS."] = 0
     epoch: Epoch = 0
     prefix: Annotated[dict[str, Any] | None, Wire.MAP, "Counts of reuse; see What health tells."] = None
+    width: Annotated[int, UINT, "Rows of the latest decode forward, its own speculative ones included."] = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,8 @@ MAX_CREDIT: Final = 2**53
 
 Asked = Job | Mapping[str, Any] | str | None
 
+TRACE_CONTEXT: Final = ("traceparent", "tracestate")
+
 
 class SubmitArguments(TypedDict, total=False):
     """The keyword arguments of `submit`: its options, then the fields of a job (see docs/protocol.md)."""
@@ -71,9 +73,18 @@ class SubmitOptions:
         if self.credit is not None and (type(self.credit) is not int or not 1 <= self.credit <= MAX_CREDIT):
             # With 0 no chunk may ever come, and that would look like a silent broker.
             raise BadJobError(f"credit must be an integer of at least 1, not {self.credit!r}.", field="credit")
+        if not isinstance(self.headers, Mapping | None):
+            raise BadJobError(
+                f"headers must be a map of strings, not {type(self.headers).__name__}.", field="headers"
+            )
         for key, text in (self.headers or {}).items():
             _check_text(key)
             _check_text(text)
+            if key not in TRACE_CONTEXT and not key.startswith("x-"):
+                raise BadJobError(
+                    f"headers has {key!r}; it may hold {', '.join(TRACE_CONTEXT)} and names that begin with x-.",
+                    field="headers",
+                )
 
     @classmethod
     def of(cls, arguments: dict[str, Any]) -> Self:

@@ -182,8 +182,9 @@ class Settings:
 
     def warnings(self) -> list[str]:
         """Sentences a program should log once at start."""
-        batching = ("max_active_requests", "decode_batch_max", "batch_wait_ms", "batching_preset", "hyper_stage")
-        given = [flag(name) for name in batching if getattr(self, name) != _FIELDS[name].default]
+        batching = ("max_active_requests", "decode_batch_max", "batch_wait_ms", "batching_preset")
+        unused = (*batching, "hyper_stage", "draft")
+        given = [flag(name) for name in unused if getattr(self, name) != _FIELDS[name].default]
         if self.scheduler_mode is SchedulerMode.SERIAL and given:
             return [f"No effect in serial mode, where one job runs at a time at width 1: {', '.join(given)}."]
         return []

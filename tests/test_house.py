@@ -36,9 +36,19 @@ SOCKET_FILES = {
 }  # fmt: skip
 # The GGUF is read by MLX; the detokenizer and the stop matcher are mlx-lm's, and touch no array. Beside the books of the
 # pages stand the arrays that they are about.
-MLX_FILES = {"worker/gguf.py", "worker/text.py", "worker/kv/pool.py", "worker/kv/cache.py"}
+MLX_FILES = {
+    "worker/gguf.py",
+    "worker/text.py",
+    "worker/kv/pool.py",
+    "worker/kv/cache.py",
+    "worker/speculation/draft_model.py",
+}
 # Drafts are thought out in plain Python; a drafter that is a model, and what drives a lane, are named here.
-SPECULATION_WITH_LANES = {"worker/speculation/build.py", "worker/speculation/executor.py"}
+SPECULATION_WITH_LANES = {
+    "worker/speculation/build.py",
+    "worker/speculation/draft_model.py",
+    "worker/speculation/executor.py",
+}
 CATCH_ALL_FILES = {"broker/loop.py", "worker/loop.py", "mtplx/cli/program.py"}
 
 

@@ -66,7 +66,10 @@ class BrokerLostError(MtplxError):
 
 
 class Worker:
-    """Serves one broker until it is told to stop. *counts*: as in `Engine`, asked after each attempt."""
+    """Serves one broker until it is told to stop.
+
+    *counts*: as in `Engine`, asked after each attempt. *width*: rows of the latest decode forward.
+    """
 
     def __init__(
         self,
@@ -75,11 +78,13 @@ class Worker:
         run: Runner,
         *,
         counts: Callable[[], dict[str, int] | None] = lambda: None,
+        width: Callable[[], int] = lambda: 1,
         watch_stdin: bool = False,
     ) -> None:
         self._settings = settings
         self._run = run
         self._counts = counts
+        self._width = width
         self._worker_id = secrets.token_bytes(16)
         self._ready = m.Ready(
             worker_id=self._worker_id,
@@ -237,8 +242,12 @@ class Worker:
         return self._run(
             Attempt(job=job, seed=run.seed),
             cancelled=lambda: self._is_cancelled(run.lease),
-            progress=self._vitals.note,
+            progress=self._note,
         )
+
+    def _note(self, phase: str, done: int, total: int) -> None:
+        self._vitals.width = self._width()
+        self._vitals.note(phase, done, total)
 
     def _report(self, run: m.Run, chunks: Iterator[Chunk | JobFinal]) -> None:
         for item in chunks:

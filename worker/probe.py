@@ -7,11 +7,13 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Final
 
 from mtplx.errors import Exit, MtplxError
 from mtplx.settings import Settings
 from worker.engine.probe import Wish, named, probe
+from worker.speculation.build import probe_rows
 
 _ROW: Final = "{:<12} {:<9} {:>9} {:>12} {:>12} {:>10} {:>10}  {}"
 _HEAD: Final = ("kernel", "error", "bound", "us alone", "us plain", "ms with", "ms without", "state")
@@ -38,11 +40,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m worker.probe", description="Check and time the kernels.")
     parser.add_argument("--kernels", action="store_true", help="print the table of kernels")
     parser.add_argument("--report", type=Path, metavar="FILE", help="measure all, and write it to FILE (JSON)")
+    parser.add_argument(
+        "--rows", action="store_true", help="measure what forwards of several rows cost, and keep it"
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--model", help="as in the settings")
     given = parser.parse_args(arguments)
     try:
         settings = Settings.load({} if given.model is None else {"model": given.model})
+        if given.rows:
+            sys.stdout.write("\n".join(probe_rows(settings, perf_counter).table()) + "\n")
+            return 0
         if given.report is not None:
             # What takes a minute to measure must have a place.
             given.report.touch()

@@ -36,9 +36,9 @@ STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class Vitals:
     """What the main thread is doing. Each field has one writer and is one assignment, which needs no lock.
 
-    progress only grows. prefix: what the engine counts of reuse, a new dict each time. epoch is that of the READY
-    that was accepted, 0 while none is; unknown, written by the pulse, is the latest epoch that the broker did not
-    know.
+    progress only grows. width: rows of the latest decode forward. prefix: what the engine counts of reuse, a new
+    dict each time. epoch is that of the READY that was accepted, 0 while none is; unknown, written by the pulse,
+    is the latest epoch that the broker did not know.
     """
 
     lease: int | None = None
@@ -49,6 +49,7 @@ class Vitals:
     epoch: int = 0
     unknown: int = 0
     prefix: dict[str, int] | None = None
+    width: int = 1
 
     @property
     def disowned(self) -> bool:
@@ -62,7 +63,7 @@ class Vitals:
 
     def rest(self) -> None:
         """Nothing runs."""
-        self.lease, self.phase, self.done, self.total = None, "idle", 0, 0
+        self.lease, self.phase, self.done, self.total, self.width = None, "idle", 0, 0, 1
 
 
 class Pulse(threading.Thread):
@@ -154,6 +155,7 @@ class Pulse(threading.Thread):
             vitals.total,
             epoch,
             vitals.prefix,
+            vitals.width,
         )
         # With no broker there is nobody to tell, and the next beat says the same.
         with suppress(zmq.Again):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -12,13 +13,16 @@ from typing import Any
 from mtplx.job import MAX_INT
 from mtplx.settings import Settings
 from worker.engine.build import Options, build
+from worker.engine.draw import WARM_ROWS
+from worker.engine.draw_kernels import Wanted, compiling
 from worker.engine.engine import Engine
 from worker.engine.load import LoadedModel, device_name, load, resolve_model
 from worker.engine.reference import ReferenceEngine
+from worker.engine.verify_bank import SIZES
 from worker.job import run_job
 from worker.kernels import disk_cache
 from worker.loop import Offer, Worker
-from worker.speculation.build import may_fork, width
+from worker.speculation.build import may_draft, may_fork, width
 from worker.width import WidthGate
 
 
@@ -31,16 +35,21 @@ def start(settings: Settings, *, watch_stdin: bool = False) -> Worker:
     """
     kernels = disk_cache.open_folder(settings.cache_dir)
     loaded = load(resolve_model(settings.model, settings.cache_dir))
-    engine, info = engine_of(settings, loaded, kernels)
-    engine.warm_up()
-    wide = width(settings, loaded, engine, perf_counter)
+    rows = SIZES if may_draft(settings) else WARM_ROWS
+    with compiling(Wanted.of(loaded, rows), None if settings.reference else kernels) as compiled:
+        engine, info = engine_of(settings, loaded, kernels, compiled)
+        compiled()
+        engine.warm_up()
+    wide = width(settings, loaded, engine, perf_counter, kernels)
     gate = WidthGate(engine, wide.executor)
     run = partial(run_job, gate=gate, loaded=loaded, clock=perf_counter)
     ready = offer(settings, loaded, engine.capacity, info | wide.info, wide.stage)
-    return Worker(settings, ready, run, counts=engine.counts, watch_stdin=watch_stdin)
+    return Worker(settings, ready, run, counts=engine.counts, width=lambda: gate.width, watch_stdin=watch_stdin)
 
 
-def engine_of(settings: Settings, loaded: LoadedModel, kernels: Path | None) -> tuple[Engine, dict[str, Any]]:
+def engine_of(
+    settings: Settings, loaded: LoadedModel, kernels: Path | None, before_memory: Callable[[], None]
+) -> tuple[Engine, dict[str, Any]]:
     """The engine that *settings* ask for, and what health tells of it; *kernels*: where compiled ones are kept."""
     if settings.reference:
         return ReferenceEngine(loaded, settings.prefill_chunk), {"lane": "reference", "row_invariant": False}
@@ -51,6 +60,7 @@ def engine_of(settings: Settings, loaded: LoadedModel, kernels: Path | None) -> 
             prefill_chunk=settings.prefill_chunk,
             kernel_folder=kernels,
             trees=may_fork(settings),
+            before_memory=before_memory,
         ),
     )
 

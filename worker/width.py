@@ -36,13 +36,19 @@ class WidthError(RuntimeError):
     """A plan wider than 1, and nobody to carry it out."""
 
 
+class WideEngine(Engine, Protocol):
+    """Runs a job whose forwards may have several rows. width: those of the latest one."""
+
+    width: int
+
+
 class WidthExecutor(Protocol):
     """Plans and runs widths above 1."""
 
     def plan(self, meta: Meta) -> WidthPlan:
         """The width of a job."""
 
-    def run(self, plan: WidthPlan, singleton: Engine) -> Engine:
+    def run(self, plan: WidthPlan, singleton: Engine) -> WideEngine:
         """What runs one job at that width over the serial B1 path *singleton*."""
 
 
@@ -52,6 +58,12 @@ class WidthGate:
     def __init__(self, singleton: Engine, executor: WidthExecutor | None = None) -> None:
         self.singleton = singleton
         self.executor = executor
+        self._wide: WideEngine | None = None
+
+    @property
+    def width(self) -> int:
+        """Rows of the latest decode forward of the job that runs, or ran last."""
+        return 1 if self._wide is None else self._wide.width
 
     def plan(self, meta: Meta) -> WidthPlan:
         """The width of a job: 1 where no executor is installed."""
@@ -63,8 +75,10 @@ class WidthGate:
         Raises:
             WidthError: the plan is wider than 1 and no executor is installed.
         """
+        self._wide = None
         if plan.width == 1:
             return self.singleton
         if self.executor is None:
             raise WidthError(f"a plan of width {plan.width} needs a width executor, and none is installed")
-        return self.executor.run(plan, self.singleton)
+        self._wide = self.executor.run(plan, self.singleton)
+        return self._wide

@@ -27,11 +27,20 @@ _COLUMNS: Final = ("ok", "error", "bound", "alone, us", "plain, us", "step, ms",
 @click.option(
     "--report", "file", type=click.Path(path_type=Path, dir_okay=False), help="Measure all of it into FILE (JSON)."
 )
+@click.option(
+    "--rows",
+    is_flag=True,
+    help="Measure what forwards of several rows cost, print it, and keep it for the worker.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the whole report as JSON.")
 @settings_options
 @click.pass_context
-def probe(context: click.Context, /, kernels: bool, file: Path | None, as_json: bool, **flags: Any) -> None:
+def probe(
+    context: click.Context, /, kernels: bool, file: Path | None, rows: bool, as_json: bool, **flags: Any
+) -> None:
     """Check each kernel on this device, and time it; no service need run, and none should."""
+    if rows:
+        context.exit(run_rows(load_settings(flags, context.obj)))
     code, report = run_probe(load_settings(flags, context.obj), file)
     if report is None:
         context.exit(code)
@@ -41,14 +50,29 @@ def probe(context: click.Context, /, kernels: bool, file: Path | None, as_json: 
         show(report)
 
 
+def run_rows(settings: Settings) -> int:
+    """Print what rows cost, measured in a process of its own; its exit code.
+
+    Raises:
+        SettingsError: the worker's libraries are not installed.
+    """
+    _need_mlx()
+    command = [*PROBE[:-1], "--rows"]
+    return subprocess.run(command, env=settings.environment(), check=False).returncode
+
+
+def _need_mlx() -> None:
+    if importlib.util.find_spec("mlx") is None:
+        raise SettingsError("Kernels run on MLX, which needs the extra: pip install 'mtplx-line[worker]'.")
+
+
 def run_probe(settings: Settings, file: Path | None) -> tuple[int, dict[str, Any] | None]:
     """Probe in a process of its own, which may load MLX; its exit code, and the report where that is 0.
 
     Raises:
         SettingsError: the worker's libraries are not installed.
     """
-    if importlib.util.find_spec("mlx") is None:
-        raise SettingsError("Kernels run on MLX, which needs the extra: pip install 'mtplx-line[worker]'.")
+    _need_mlx()
     command = [*PROBE, *([] if file is None else ["--report", str(file.absolute())])]
     done = subprocess.run(command, env=settings.environment(), stdout=subprocess.PIPE, text=True, check=False)
     return done.returncode, json.loads(done.stdout) if done.returncode == 0 else None

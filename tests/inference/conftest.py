@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from real_model import real_model
 from tiny_models import Room, make_llama
 
-from mtplx.settings import Settings
 from worker.engine.load import LoadedModel, load
-from worker.pull import pull
 
 
 @pytest.fixture(scope="session")
@@ -36,5 +35,4 @@ def vectors() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def smollm2() -> LoadedModel:
-    """The real model; the first session on a machine downloads it."""
-    return load(pull("smollm2-135m", Settings.load().cache_dir, lambda _line: None))
+    return real_model()

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from tiny_models import make_mamba
 
-from worker.engine import self_check
+from worker.engine import build as build_module
+from worker.engine import module_lane, self_check
 from worker.engine.build import IN_PLACE, TAIL_FORM, Options, build
 from worker.engine.load import LoadedModel, load
 
@@ -35,3 +36,20 @@ def test_health_tells_a_pool_only_where_there_is_one(tiny: LoadedModel, tmp_path
 def test_without_a_form_the_check_decides_and_says_why(tiny: LoadedModel) -> None:
     _, info = build(tiny, Options(kv_bytes=10**6))
     assert (info["form"], info["why"]) == (TAIL_FORM, "MLX runs on the CPU here")
+
+
+def test_others_are_done_before_the_free_memory_is_asked_for(
+    tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    def noted(*_: object, **__: object) -> int:
+        told.append("memory")
+        return 64
+
+    for module in (build_module, module_lane):
+        monkeypatch.setattr(module, "pages_for_model", noted)
+    for loaded in (tiny, load(make_mamba(tmp_path))):
+        told.clear()
+        build(loaded, Options(before_memory=lambda: told.append("waited")))
+        assert told[0] == "waited"

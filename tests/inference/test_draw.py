@@ -308,6 +308,13 @@ def test_new_values_of_a_kind_make_no_new_graph(monkeypatch):
     assert len(traced) == 1
 
 
+@pytest.mark.parametrize("top_p", [5e-324, 1e-300, 1e-45, 1e-39, 1e-30])
+def test_a_top_p_too_small_for_float32_keeps_the_likeliest(top_p):
+    rows = logits_of(4, 3)
+    draws = Draws(Sampling(seed=1, temperature=100.0, top_p=top_p), [1], **FREE)
+    assert answer(draws, rows, 1) == mx.argmax(rows[:, :VOCABULARY], axis=-1).tolist()
+
+
 def test_only_so_many_kinds_are_kept():
     for top_k in range(1, 100):
         Draws(Sampling(seed=0, temperature=1.0, top_k=top_k), [0], **FREE, compiled=True)

@@ -72,6 +72,12 @@ def test_temperature_zero_takes_the_likeliest_and_the_lower_id_of_a_tie():
     assert draws(log_softmax([0.0, 2.0, 1.0, 2.0]), Sampling(seed=1), 3) == [1, 1, 1]
 
 
+@pytest.mark.parametrize("top_p", [5e-324, 1e-300, 1e-45, 1e-39, 1e-30])
+def test_a_top_p_too_small_for_float32_keeps_the_likeliest(top_p):
+    wide = log_softmax([0.0] * 40 + [0.5] + [0.0] * 40)
+    assert draws(wide, Sampling(seed=1, temperature=100.0, top_p=top_p), 5) == [40] * 5
+
+
 def test_a_draw_depends_on_seed_and_position_alone():
     logprobs = log_softmax([0.1 * i for i in range(50)])
     sampling = Sampling(seed=9, temperature=1.0)

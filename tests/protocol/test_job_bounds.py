@@ -4,6 +4,7 @@ import pytest
 
 from mtplx.errors import BadJobError
 from mtplx.job import Job, ModelLimits
+from mtplx.request import SubmitOptions, request_of
 
 V = 304
 LIMITS = ModelLimits(vocabulary=V, context=512)
@@ -62,3 +63,24 @@ def test_half_a_surrogate_pair_is_no_text(text, field):
     with pytest.raises(BadJobError) as caught:
         Job.parse(body)
     assert caught.value.field.startswith(field)
+
+
+@pytest.mark.parametrize("key", [7, "7"])
+def test_a_wrong_bias_is_named_by_its_id_however_the_key_is_written(key):
+    with pytest.raises(BadJobError) as caught:
+        Job.parse({"prompt": "Hi", "logit_bias": {key: None}})
+    assert caught.value.field == "logit_bias[7]"
+
+
+@pytest.mark.parametrize("headers", ["x-a", 5, ["x-a"], {1: "a"}, {"x-a": 1}, {"x-a": "\ud800"}])
+def test_headers_that_are_no_map_of_texts_are_a_bad_job(headers):
+    with pytest.raises(BadJobError) as caught:
+        request_of("Hi", {"headers": headers})
+    assert caught.value.field == "headers"
+
+
+@pytest.mark.parametrize("name", ["evil", "Traceparent", "x", ""])
+def test_headers_hold_trace_context_and_names_of_ones_own(name):
+    SubmitOptions(headers={"traceparent": "00-1-2-01", "tracestate": "a=b", "x-mine": "1"})
+    with pytest.raises(BadJobError, match="headers"):
+        SubmitOptions(headers={name: "1"})

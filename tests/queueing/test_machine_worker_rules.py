@@ -366,6 +366,18 @@ def test_health_in_hyper_has_exactly_the_fields_of_the_contract():
     assert hyper["width_stats"]["requests_by_width"] == {"1": 1}
 
 
+def test_health_tells_the_width_of_the_running_job_and_one_when_none_runs():
+    rig = Rig()
+    rig.ready()
+    rig.submit(1)
+    rig.beat(width=8, lease=rig.running.run.lease, phase="decode")
+    assert rig.status()["scheduler"]["hyper"]["width"] == 8
+    rig.beat(width=3, lease=rig.running.run.lease + 1, phase="decode")
+    assert rig.status()["scheduler"]["hyper"]["width"] == 8, "what an older lease tells is no news"
+    rig.final()
+    assert rig.status()["scheduler"]["hyper"]["width"] == 1
+
+
 def test_health_in_serial_names_the_mode_and_has_no_hyper_block():
     rig = Rig(scheduler_mode="serial")
     assert rig.status()["scheduler"] == {"mode": "serial"}

@@ -2,89 +2,19 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-
 import pytest
 from engines import build
+from speculating.oracle import LINEAR, Oracle, executor
 from tiny_models import make_tiny
 
 from worker.engine.engine import EngineRequest, NumericError, Step, unheard
 from worker.engine.load import LoadedModel, load
 from worker.engine.sample import Sampling
-from worker.engine.serial import SerialEngine
-from worker.speculation.costs import Costs, Measured
-from worker.speculation.draft import Draft, Proposal, Traits
-from worker.speculation.executor import ROUTE, HyperWidthExecutor, Parts
+from worker.speculation.executor import ROUTE
 from worker.speculation.ngram import Ngram
 from worker.width import Meta, WidthError, WidthGate, WidthPlan
 
-FREE = Costs((1, 16), (0,), ((1.0, 1.01),), 0.0)
-LINEAR = Costs((1, 16), (0,), ((1.0, 16.0),), 0.1)
 TOKENS = 40
-
-
-class Oracle:
-    """A drafter that knows the answer, and errs where *wrong* says so; forks hold what is right."""
-
-    name = "oracle"
-    traits = Traits(edges=(), kept=(0.9,))
-
-    def __init__(self, answer: list[int], vocabulary: int, errs: random.Random, share: float) -> None:
-        self.answer = answer
-        self.vocabulary = vocabulary
-        self.errs = errs
-        self.share = share
-        self.held = False
-        self._done = 0
-        self._prompt = 0
-
-    def begin(self, ids: tuple[int, ...], sampling: Sampling) -> None:
-        assert not self.held
-        self.held, self._prompt, self._done = True, len(ids), 0
-
-    def extend(self, ids: tuple[int, ...]) -> None:
-        for token in ids:
-            assert token == self.answer[self._done], "told what became text, in order"
-            self._done += 1
-
-    def propose(self, limit: int, forks: int) -> Proposal:
-        right = self.answer[self._done : self._done + limit]
-        if not right:
-            return Proposal()
-        draw = random.Random(self._done)
-        tokens = [(one + 1) % self.vocabulary if draw.random() < self.share else one for one in right]
-        turns = tuple(
-            depth + 1 for depth, pair in enumerate(zip(tokens, right, strict=True)) if pair[0] != pair[1]
-        )
-        if forks and turns and limit > len(tokens[: turns[0]]):
-            depth = turns[0]
-            trunk = tokens[: limit - 1]
-            return Proposal(
-                Draft((*trunk, right[depth - 1]), (*range(len(trunk)), depth - 1)), (1.0,) * len(trunk), turns
-            )
-        return Proposal(Draft.chain(tokens), (1.0,) * len(tokens), turns)
-
-    def end(self) -> None:
-        self.held = False
-
-
-def ticking() -> Iterator[float]:
-    now = 0.0
-    while True:
-        now += 0.001
-        yield now
-
-
-def executor(engine: SerialEngine, drafter: object, costs: Costs = FREE) -> HyperWidthExecutor:
-    clock = ticking()
-    parts = Parts(
-        drafter=drafter,  # type: ignore[arg-type]
-        measured=Measured(costs),
-        trees=engine.forward.trees,
-        clock=lambda: next(clock),
-    )
-    return HyperWidthExecutor(parts, engine.forward.width)
 
 
 def run(engine: object, request: EngineRequest, steps: int) -> list[Step]:
@@ -118,11 +48,12 @@ def test_an_answer_with_drafts_is_the_answer_without(
     plain = run(engine, request, TOKENS)
     engine.stop()
     answer = [step.token for step in plain]
-    drafter = Oracle(answer, loaded.vocabulary, random.Random(0), share)
+    drafter = Oracle((*prompt, *answer), loaded.vocabulary, share)
     wide = executor(engine, drafter).run(WidthPlan(engine.forward.width), engine)
     drafted = run(wide, request, TOKENS)
     figures = wide.stop()
     assert [step.token for step in drafted] == answer
+    assert wide.width in figures.widths or not figures.drafted
     if engine.forward.trees:
         assert [step.logprobs for step in drafted] == [step.logprobs for step in plain]
     assert not drafter.held
@@ -143,7 +74,7 @@ def test_an_answer_may_end_inside_an_accepted_block_and_leaves_what_a_plain_one_
     request = EngineRequest(prompt=prompt, sampling=Sampling(seed=9, temperature=0.8), max_tokens=TOKENS)
     answer = [step.token for step in run(engine, request, TOKENS)]
     engine.stop()
-    drafter = Oracle(answer, loaded.vocabulary, random.Random(0), 0.0)
+    drafter = Oracle((*prompt, *answer), loaded.vocabulary, 0.0)
     wide = executor(engine, drafter).run(WidthPlan(engine.forward.width), engine)
     assert [step.token for step in run(wide, request, cut)] == answer[:cut]
     wide.stop()
@@ -165,7 +96,7 @@ def test_a_budget_is_not_drafted_beyond(loaded: LoadedModel) -> None:
         request = EngineRequest(prompt=(1, 2, 3), sampling=Sampling(seed=9), max_tokens=budget, cache=False)
         answer = [step.token for step in run(engine, request, budget)]
         engine.stop()
-        drafter = Oracle([*answer, *[0] * 20], loaded.vocabulary, random.Random(0), 0.0)
+        drafter = Oracle((1, 2, 3, *answer, *[0] * 20), loaded.vocabulary, 0.0)
         wide = executor(engine, drafter).run(WidthPlan(engine.forward.width), engine)
         assert [step.token for step in run(wide, request, budget)] == answer
         with pytest.raises(RuntimeError, match="budget"):
@@ -182,6 +113,8 @@ def test_width_one_is_the_serial_path_itself_and_a_wider_plan_needs_an_executor(
         gate.engine(WidthPlan(4))
     gate.executor = executor(engine, Ngram())
     assert gate.plan(meta).width == engine.forward.width
+    assert gate.engine(gate.plan(meta)) is not engine
+    assert gate.width == 1, "before its first forward"
     off = gate.plan(Meta(speculation="off", prompt=5, budget=50))
     assert gate.engine(off) is engine
     assert "asks" in off.why
@@ -209,7 +142,7 @@ def test_numbers_that_are_none_end_a_job_with_drafts_as_they_end_a_plain_one(
         return logits * float("nan") if calls[0] == 2 else logits
 
     monkeypatch.setattr(engine.forward, "rows", spoiled)
-    drafter = Oracle(answer, loaded.vocabulary, random.Random(0), 0.0)
+    drafter = Oracle((1, 2, 3, *answer), loaded.vocabulary, 0.0)
     wide = executor(engine, drafter).run(WidthPlan(engine.forward.width), engine)
     got: list[int] = []
     wide.start(request, unheard)

@@ -9,6 +9,7 @@ from speculating.rig import (
     DEVICES,
     Costs,
     Measured,
+    Plan,
     Planner,
     Round,
     Text,
@@ -47,6 +48,50 @@ BURSTY: dict[str, Text] = {
     "code, then a story": then(bursty(60, 5, 0.1, 5), bursty(0, 1, 0.4, 6), TOKENS // 2),
     "a story, then code": then(bursty(0, 1, 0.4, 7), bursty(60, 5, 0.1, 8), TOKENS // 2),
 }
+
+
+GAPS = Traits(edges=(1.0,), kept=(0.4, 0.95), gained=0.6, free=False)
+
+
+def planned_before_drafting(costs: Costs) -> tuple[Planner, Plan]:
+    planner = Planner(costs, 15, True, GAPS)
+    plan = planner.plan(64, None)
+    assert plan.nodes == plan.depth >= 3
+    return planner, plan
+
+
+def test_a_plan_that_was_made_before_the_draft_is_cut_where_the_draft_is_unsure():
+    costs = table({1: 1, 8: 2.4, 16: 5}, 30, 1.0, 0.5)
+    planner, plan = planned_before_drafting(costs)
+    sure = planner.refined(plan, (3.0,) * plan.depth, ())
+    assert sure.depth == plan.depth
+    assert sure.beside_ms == 0
+    cut = planner.refined(plan, (3.0, *(0.1,) * (plan.depth - 1)), ())
+    assert 1 <= cut.depth < plan.depth
+    assert cut.beside_ms == (plan.depth - cut.depth) * 0.5
+    assert planner.figures()["off_steps"] == 0
+
+
+def test_what_was_drafted_is_verified_however_unsure_it_is():
+    planner, plan = planned_before_drafting(table({1: 1, 8: 2.4, 16: 5}, 30, 1.0, 0.5))
+    assert planner.refined(plan, (0.0,) * plan.depth, ()).nodes >= 1
+
+
+def test_a_fork_is_taken_where_rows_are_cheap_and_costs_no_draft():
+    planner, plan = planned_before_drafting(table({1: 1, 16: 1.3}, 30, 1.0, 3.0))
+    forked = planner.refined(plan, (0.1, *(3.0,) * (plan.depth - 1)), (1,))
+    assert (forked.forks, forked.turns) == (1, (1,))
+    assert forked.nodes == forked.depth + 1
+    assert forked.beside_ms == (plan.depth - forked.nodes) * 3.0
+
+
+def test_time_spent_on_drafts_that_are_not_verified_is_not_held_against_the_rows():
+    costs = table({1: 1, 8: 2.4, 16: 5}, 30, 1.0, 0.5)
+    planner, plan = planned_before_drafting(costs)
+    cut = planner.refined(plan, (3.0, *(0.1,) * (plan.depth - 1)), ())
+    before = planner.measured.steps(64)[cut.nodes]
+    planner.told(cut, 1, before + cut.beside_ms)
+    assert planner.measured.steps(64)[cut.nodes] == pytest.approx(before)
 
 
 @pytest.mark.parametrize("device", DEVICES)

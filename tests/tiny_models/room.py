@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from engines import build
+from engines import PLENTY, build
 
 from mtplx.job import Job
 from worker.attempt import Attempt, Chunk, Final
@@ -17,16 +17,19 @@ from worker.width import WidthGate
 
 @dataclass
 class Room:
-    """A model, its engine and a clock that moves one second each time it is read."""
+    """A model, its engine behind a gate, and a clock that moves one second each time it is read."""
 
     loaded: LoadedModel
     prefill_chunk: int = 512
+    pages: int = PLENTY
     heard: list[tuple[str, int, int]] = field(default_factory=list)
     cancelled: Callable[[], bool] = lambda: False
     now: float = 0.0
 
     def __post_init__(self) -> None:
-        self.engine = build(self.loaded, prefill_rows=self.prefill_chunk).engine
+        self.built = build(self.loaded, prefill_rows=self.prefill_chunk, pages=self.pages)
+        self.engine = self.built.engine
+        self.gate = WidthGate(self.engine)
 
     def tick(self) -> float:
         self.now += 1
@@ -36,7 +39,7 @@ class Room:
         attempt = Attempt(job=Job.parse(body), seed=seed, drawn=drawn)
         *chunks, final = run_job(
             attempt,
-            WidthGate(self.engine),
+            self.gate,
             self.loaded,
             clock=self.tick,
             cancelled=self.cancelled,

@@ -116,3 +116,14 @@ def test_the_table_has_a_row_for_each_kernel(
     for part in ("yes", "0.0012", "0.02", "5.5", "1.25", "slower"):
         assert part in row
     assert any("in place" in line and " on " in line for line in lines[1:])
+
+
+def test_what_rows_cost_is_printed_and_kept_for_the_worker(model: Path, tmp_path: Path) -> None:
+    done = mtplx("probe", "--rows", "--model", str(model), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    head, *lines = done.stdout.splitlines()
+    assert head.split() == ["rows", "1", "2", "3", "4", "6", "8", "12", "16"]
+    assert any(line.startswith("  c(R)") and line.split()[1] == "1.00" for line in lines)
+    assert any(line.startswith("moved") for line in lines)
+    (kept,) = (tmp_path / "geometry").iterdir()
+    assert json.loads(kept.read_text())["rows"] == [1, 2, 3, 4, 6, 8, 12, 16]

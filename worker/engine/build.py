@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, cast
@@ -56,6 +57,8 @@ class Options:
     switches: of the in-place form where *form* is given.
     trees: drafts may branch, for which the in-place form checks and compiles more at start.
     kernel_folder: where compiled kernels are kept; None, nowhere.
+    before_memory: called before the device's free memory is asked for, perhaps more than once: what others of us
+        still use of it must not make the pool smaller.
     """
 
     kv_bytes: int | None = None
@@ -65,6 +68,7 @@ class Options:
     switches: Switches = Switches()
     trees: bool = False
     kernel_folder: Path | None = None
+    before_memory: Callable[[], None] = lambda: None
 
     def rows(self, loaded: LoadedModel) -> int:
         """Rows of a prefill forward of this model on this device."""
@@ -125,6 +129,7 @@ def _packed(loaded: LoadedModel, options: Options) -> Lane:
         return _module(loaded, options, str(error))
     rows = options.rows(loaded)
     choice = _choice(packed, options, rows)
+    options.before_memory()
     shape = Shape(len(packed.layers), packed.heads.kv_heads, packed.heads.dim, packed.dtype)
     count = pages_for_model(
         loaded, shape.page_bytes, asked=options.kv_bytes, prefill_rows=rows, chunk=options.prefill_chunk
@@ -169,6 +174,7 @@ def _dense(packed: Packed, pool: Pool, form: str, rows: int, switches: Switches)
 
 
 def _module(loaded: LoadedModel, options: Options, why: str) -> Lane:
+    options.before_memory()
     forward = module_lane(
         loaded, asked=options.kv_bytes, prefill_rows=options.rows(loaded), chunk=options.prefill_chunk
     )

@@ -38,6 +38,7 @@ class DenseInPlace:
     prefix_reuse = True
     why = ""
     width = MAX_ROWS
+    cuts = True
 
     def __init__(self, packed: Packed, pool: Pool, *, prefill_rows: int, switches: Switches) -> None:
         self.bank = VerifyBank(packed, switches)

@@ -65,6 +65,7 @@ class DenseTail:
     width = MAX_ROWS
     trees = True
     why_narrow = ""
+    cuts = True
 
     def __init__(self, packed: Packed, pool: Pool, *, prefill_rows: int = 1) -> None:
         self.prefill_rows = prefill_rows

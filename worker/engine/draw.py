@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
@@ -13,11 +14,14 @@ from worker.engine.draw_tree import tree_operand
 from worker.engine.law import NOT_A_NUMBER, Kind, Law, after, law, operands, state
 from worker.engine.sample import Sampling
 
-__all__ = ["COMMON", "NOT_A_NUMBER", "Drawn", "Draws", "place", "warm"]
+__all__ = ["COMMON", "NOT_A_NUMBER", "WARM_ROWS", "Drawn", "Draws", "place", "warm"]
 
 # Every top_k and every window is a kind of its own, and a client may choose any; a graph forgotten is traced again
 # in milliseconds.
 _KINDS_KEPT: Final = 64
+
+# Ids that become history together.
+_AT_ONCE: Final = 16
 
 COMMON: Final = (
     Sampling(seed=0),
@@ -29,6 +33,9 @@ COMMON: Final = (
 )
 """One sampling of each kind that jobs mostly are."""
 
+WARM_ROWS: Final = (1,)
+"""Row counts of the draws that the engine makes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
@@ -38,13 +45,15 @@ class Drawn:
     same, or `NOT_A_NUMBER` where the logits were not finite. top: the ids [n] of the likeliest raw logits and
     their log-probabilities [n], in no order; [R, n] of more than one row; None where none are wanted. path: uint32
     [1 + R], for the host: the last row that holds, then *read*: all that accepting needs, in one read; None of a
-    single draw.
+    single draw. second: the id that would have been drawn but for the drawn one, uint32 [R], and how far its
+    score, noise included, is behind, float32 [R]; None where it is not wanted.
     """
 
     token: mx.array
     read: mx.array
     top: tuple[mx.array, mx.array] | None
     path: mx.array | None = None
+    second: tuple[mx.array, mx.array] | None = None
 
     def only(self, row: int) -> Drawn:
         """What was drawn after one of several rows, as of a single draw."""
@@ -67,7 +76,8 @@ class Draws:
     history: ids of prompt and answer so far, at least one; the last is the newest, which the next forward is fed.
     width: rows of the head. vocabulary: ids are below it. reach: how many ids prompt and answer can have together;
     a penalty window shorter than that takes 4 bytes for each of its ids. compiled: None for what the device gains
-    by: on the CPU a compiled graph is no faster, and each new one costs seconds of the C++ compiler.
+    by: on the CPU a compiled graph is no faster, and each new one costs seconds of the C++ compiler. ranked:
+    whether each draw tells its second best.
     """
 
     def __init__(
@@ -79,10 +89,11 @@ class Draws:
         vocabulary: int,
         reach: int | None = None,
         compiled: bool | None = None,
+        ranked: bool = False,
     ) -> None:
         if compiled is None:
             compiled = mx.default_device().type == mx.DeviceType.gpu
-        self._kind = Kind.of(sampling, width, vocabulary, reach)
+        self._kind = replace(Kind.of(sampling, width, vocabulary, reach), ranked=ranked)
         self._law = _law(self._kind, compiled)
         self._operands = operands(sampling, self._kind)
         self._state = state(self._kind, history)
@@ -99,7 +110,7 @@ class Draws:
         if self._kind.window is not None:
             self._state = rest.pop()
         self._newest = token
-        return Drawn(token, read, (rest[0], rest[1]) if rest else None)
+        return self._drawn(token, read, rest, None)
 
     def rows(
         self, logits: mx.array, tokens: mx.array, position: mx.array, parents: Sequence[int] | None = None
@@ -122,7 +133,7 @@ class Draws:
         token, read, *rest = self._law(logits, position, tokens, self._state, *self._operands, *tree)
         path = rest.pop() if tree else mx.concatenate([mx.zeros(1, dtype=mx.uint32), read])
         self._verified = _Verified(tokens, token, parents)
-        return Drawn(token, read, (rest[0], rest[1]) if self._kind.logprobs else None, path)
+        return self._drawn(token, read, rest, path)
 
     def accept(self, path: Sequence[int]) -> None:
         """Go on after the last row of *path*, the rows from row 0 on, of the latest `rows`.
@@ -150,6 +161,25 @@ class Draws:
         self._newest = drawn[last : last + 1]
         self._verified = None
 
+    def fork(self) -> Draws:
+        """Draws that go on from here by themselves; they leave these as they are."""
+        return copy(self)
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """*ids* became text behind the newest id, whoever drew them; the last of them is the newest now."""
+        for start in range(0, len(ids), _AT_ONCE):
+            part = ids[start : start + _AT_ONCE]
+            if self._kind.window is not None:
+                # Always as many, so that no length needs kernels of its own.
+                tokens = mx.array([*part[:-1], *[0] * (_AT_ONCE - len(part))], dtype=mx.uint32)
+                self._state = after(self._kind, self._state, mx.concatenate([self._newest, tokens]), len(part))
+            self._newest = mx.array([part[-1]], dtype=mx.uint32)
+
+    def _drawn(self, token: mx.array, read: mx.array, rest: list[mx.array], path: mx.array | None) -> Drawn:
+        at = 2 if self._kind.logprobs else 0
+        top = (rest[0], rest[1]) if at else None
+        return Drawn(token, read, top, path, (rest[at], rest[at + 1]) if self._kind.ranked else None)
+
 
 @lru_cache(maxsize=_KINDS_KEPT)
 def _law(kind: Kind, compiled: bool) -> Law:
@@ -162,10 +192,16 @@ def place(position: int) -> mx.array:
     return mx.array([0, position], dtype=mx.uint32)
 
 
-def warm(width: int, vocabulary: int, dtype: mx.Dtype, rows: Iterable[int] = (1,)) -> None:
-    """Make the graphs and kernels of the common kinds for logits of *dtype*, for each number of rows in *rows*."""
+def warm(
+    width: int,
+    vocabulary: int,
+    dtype: mx.Dtype,
+    rows: Iterable[int] = WARM_ROWS,
+    kinds: Iterable[Sampling] = COMMON,
+) -> None:
+    """Make the graphs and kernels of *kinds* for logits of *dtype*, for each number of rows in *rows*."""
     position = place(1)
-    for sampling in COMMON:
+    for sampling in kinds:
         draws = Draws(sampling, [0], width=width, vocabulary=vocabulary)
         for count in rows:
             logits, tokens = mx.zeros((count, width), dtype=dtype), mx.zeros(count, dtype=mx.uint32)

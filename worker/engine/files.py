@@ -73,6 +73,11 @@ def _download(hub_id: str) -> Path:
         ) from error
 
 
+def weight_file_bytes(path: Path) -> int:
+    """Bytes of the weights of the checked model directory *path*, as they lie there."""
+    return sum(shard.stat().st_size for shard in _shards(path))
+
+
 def check_model_files(path: Path) -> None:
     """Refuse a model directory that is not whole, before any of it is loaded.
 

@@ -38,6 +38,7 @@ class Forward(Protocol):
     width: how many rows may be drafted and taken back in one `rows`, the first one included; 1: none.
     trees: whether they may branch.
     why_narrow: what keeps *width* from `MAX_ROWS`, or rows from branching, in words; else empty.
+    cuts: whether rows of several calls can be taken back together, by `sequence.truncate`.
     """
 
     row_invariant: bool
@@ -49,6 +50,7 @@ class Forward(Protocol):
     width: int
     trees: bool
     why_narrow: str
+    cuts: bool
 
     def begin(self, opened: Opened) -> None:
         """Take up a sequence whose first `opened.cached` rows lie in the pool, and carry out `opened.copies`.

@@ -24,14 +24,15 @@ import mlx.core as mx
 from mlx_lm.sample_utils import apply_top_k, apply_top_p
 
 from worker.engine.draw_tree import Tree, accepted
-from worker.engine.sample import Sampling, gumbel_of, key, words
+from worker.engine.sample import LEAST_TOP_P, Sampling, gumbel_of, key, words
 
 NOT_A_NUMBER: Final = 0xFFFFFFFF
 """What the host reads in the place of a token whose logits were not numbers."""
 
 # (logits T [R, V], position uint32 [2], ids fed uint32 [R], state, *operands, then of more rows than one the tree)
-# to (tokens uint32 [R], read uint32 [R], then where wanted ids [R, n] and log-probabilities [R, n], then of one
-# row with penalties the state, of more the path uint32 [1 + R]). Of one row ids and log-probabilities are [n].
+# to (tokens uint32 [R], read uint32 [R], then where wanted ids [R, n] and log-probabilities [R, n], then where
+# wanted the runners-up uint32 [R] and the gaps float32 [R], then of one row with penalties the state, of more the
+# path uint32 [1 + R]). Of one row ids and log-probabilities are [n].
 Law = Callable[..., tuple[mx.array, ...]]
 
 
@@ -40,7 +41,8 @@ class Kind:
     """What of the law is on: all that the graph of a draw depends on, besides the shape and type of the logits.
 
     window: how many ids penalties look back at, 0 for all; None where there are none. logprobs: how many likeliest
-    ids are wanted beside each token.
+    ids are wanted beside each token. ranked: whether the second best of each draw is wanted, and how far it is
+    behind.
     """
 
     width: int
@@ -52,6 +54,7 @@ class Kind:
     min_p: bool
     top_k: int
     logprobs: int
+    ranked: bool = False
 
     @classmethod
     def of(cls, sampling: Sampling, width: int, vocabulary: int, reach: int | None) -> Self:
@@ -110,7 +113,7 @@ def operands(sampling: Sampling, kind: Kind) -> Operands:
     """The operands of *sampling*, evaluated."""
     numbers = [
         sampling.temperature,
-        sampling.top_p,
+        max(sampling.top_p, LEAST_TOP_P),
         math.log(sampling.min_p) if kind.min_p else 0.0,
         sampling.repetition_penalty,
         sampling.presence_penalty,
@@ -179,9 +182,10 @@ def law(kind: Kind) -> Law:
             total = total if one else total.squeeze(-1)
         drawn = mx.argmax(rows, axis=-1, keepdims=one)
         read = mx.where(mx.isfinite(total), drawn, not_a_number)
+        second = _second(rows, drawn) if kind.ranked else ()
         if tree is not None:
             further = (mx.concatenate([accepted(tree, tokens, read), read]),)
-        return (drawn, read, *top, *further)
+        return (drawn, read, *top, *second, *further)
 
     return draw
 
@@ -271,6 +275,15 @@ def _noise(kind: Kind, first_key: mx.array, position: mx.array, tree: Tree | Non
     if tree is None:
         return gumbel_of(words(first_key ^ position, kind.width))
     return gumbel_of(mx.vmap(lambda one: words(one, kind.width))(first_key ^ (position + tree.offsets)))
+
+
+def _second(rows: mx.array, drawn: mx.array) -> tuple[mx.array, mx.array]:
+    """The second best of each row, uint32 [R], and how far its score is below the drawn id's, float32 [R]."""
+    one = rows.ndim == 1
+    ids = mx.arange(rows.shape[-1], dtype=mx.uint32)
+    others = mx.where(ids == (drawn if one else drawn[:, None]), -math.inf, rows)
+    best, next_best = (mx.max(scores, axis=-1, keepdims=one).astype(mx.float32) for scores in (rows, others))
+    return mx.argmax(others, axis=-1, keepdims=one), best - next_best
 
 
 def _perturbed(rows: mx.array, given: Operands, noise: mx.array) -> mx.array:

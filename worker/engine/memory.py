@@ -134,6 +134,21 @@ def pages_for_model(
     return pool_pages(asked, room(), need)
 
 
+def check_draft_fits(name: str, weights: int) -> None:
+    """Refuse a draft model whose *weights*, in bytes, are more than the device has left, before they are loaded.
+
+    Raises:
+        SettingsError: they are.
+    """
+    now = room()
+    if weights > now.left:
+        raise SettingsError(
+            f"--draft model:{name}: its weights take {format_size(weights, up=True)}, and the device has "
+            f"{format_size(now.left)} left beside the {format_size(now.used)} in use; take a smaller draft model, "
+            "or give keys and values less with --kv-memory."
+        )
+
+
 def prefill_bytes(rows: int, width: int) -> int:
     """Bytes set aside for a prefill forward of *rows* rows in a model whose head is *width* wide; an estimate."""
     return rows * (width * _LOGIT_BYTES + _ROW_BYTES)

@@ -217,6 +217,7 @@ class ModuleForward:
         self.why = layout.why
         self.width = 1 if layout.narrow else MAX_ROWS
         self.trees = False
+        self.cuts = not layout.replays
         self.why_narrow = layout.narrow or "mlx-lm's modules take rows as a chain alone"
         self.pages = pages
         self.page_bytes = layout.page_bytes

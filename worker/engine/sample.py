@@ -18,6 +18,10 @@ from mlx_lm.sample_utils import apply_top_k, apply_top_p, make_logits_processors
 _MASK64: Final = 2**64 - 1
 _MASK32: Final = 2**32 - 1
 
+LEAST_TOP_P: Final = 1e-30
+"""A smaller top_p is taken for this one, which keeps the likeliest id alone as well: rounded to 0, as float32 does
+far below it and a GPU sooner, it would keep none, and mlx-lm's filter would read past the end."""
+
 Processor = Callable[[mx.array, mx.array], mx.array]
 
 
@@ -91,7 +95,7 @@ class KeyedSampler:
         self.position = start
         self._sampling = sampling
         # As an array, a top_p of its own does not make MLX compile the filter anew for every job.
-        self._top_p = mx.array(sampling.top_p, dtype=mx.float32)
+        self._top_p = mx.array(max(sampling.top_p, LEAST_TOP_P), dtype=mx.float32)
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Draw the token of the current position and move on by one."""

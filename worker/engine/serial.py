@@ -129,6 +129,15 @@ class SerialEngine:
         run.ahead, run.newest = wide.only(last), read[last]
         return path
 
+    def resolve(self) -> int:
+        """The newest id, `NOT_A_NUMBER` where it is none: waits for it, unless it is known."""
+        run = self._running()
+        if run.newest is None:
+            assert run.ahead is not None, "an id that may be stepped to"
+            run.newest = cast("int", run.ahead.read.item())
+            run.widths[1] += 1
+        return run.newest
+
     @property
     def decided(self) -> int:
         """Ids that a verify forward has decided, and that `step` has not handed out."""

@@ -155,7 +155,7 @@ class Trial:
         for step in script:
             if step.length == 0:
                 meta = self._meta(0)
-            x = mx.take(x, mx.arange(step.rows) % x.shape[0], axis=0)
+            x = mx.take(x, mx.arange(step.rows, dtype=mx.uint32) % x.shape[0], axis=0)
             # Without something new in every row, rows become alike, and one could stand for the other.
             new = self._some(x.shape)
             more = mx.array([step.kept, *[0] * len(self._table)], dtype=mx.int32)

@@ -35,9 +35,9 @@ def reference(q: mx.array, pool: mx.array, meta: mx.array, scale: float, tree: m
     count, heads, dim = q.shape
     kv_heads = pool.shape[1]
     indices = mx.arange((meta.size - 1) * PAGE, dtype=mx.int32)
-    keys, values = mx.take(pool, rows.slots(meta, indices), axis=2).astype(mx.float32)
+    keys, values = mx.take(pool, rows.all_slots(meta), axis=2).astype(mx.float32)
     visible = rows.seen(meta, count, tree)
-    values = mx.where((indices < meta[0] + count)[None, :, None], values, 0.0)
+    values = mx.where((indices < meta[:1] + count)[None, :, None], values, 0.0)
     grouped = q.astype(mx.float32).reshape(count, kv_heads, -1, dim).transpose(1, 2, 0, 3)
     scores = (grouped * scale) @ keys[:, None].swapaxes(-1, -2)
     weights = mx.softmax(mx.where(visible, scores, -math.inf), axis=-1)

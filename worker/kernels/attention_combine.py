@@ -68,7 +68,7 @@ def reference(
     records = rows.SPLITS * count * heads
     sums = pieces[: records * dim].reshape(rows.SPLITS, count, heads, dim)
     marks = pieces[records * dim :].reshape(rows.SPLITS, count, heads, 2)
-    positions = meta[0] + rows.depths(count, tree)
+    positions = meta[:1] + rows.depths(count, tree)
     cuts = rows.FIRST_CUT * (positions // (rows.FIRST_CUT * rows.SPLITS) + 1)
     has = (mx.arange(rows.SPLITS)[:, None] <= positions // cuts)[:, :, None, None]
     best = mx.max(mx.where(has, marks[..., :1], -1e30), axis=0)

@@ -210,11 +210,11 @@ def _compile(source: Source, job: dict[str, str]) -> tuple[str, bytes]:
 
 def _store(source: Source, lowered: str, cubin: bytes, folder: Path) -> None:
     # MLX asks for the code first, so the names are there before it.
-    _write(folder / f"{source.module}.txt", f"{nvrtc.NAMESPACE}{source.function}\t{lowered}\n".encode())
-    _write(folder / f"{source.module}.ptx", cubin)
+    write_whole(folder / f"{source.module}.txt", f"{nvrtc.NAMESPACE}{source.function}\t{lowered}\n".encode())
+    write_whole(folder / f"{source.module}.ptx", cubin)
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes) -> None:
     """The whole file or none, whoever else writes it."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
     try:
@@ -230,11 +230,15 @@ def _write(path: Path, data: bytes) -> None:
 def _remove_unfinished(folder: Path) -> None:
     """MLX writes its own files in place: where it was killed it would fail over them at every start."""
     for code in folder.glob("*.ptx"):
-        names = code.with_suffix(".txt")
-        if names.exists() and b"\t" in names.read_bytes() and _is_whole(code):
-            continue
-        _log.debug("%s is not whole and is removed", code)
-        code.unlink(missing_ok=True)
+        if not is_finished(code):
+            _log.debug("%s is not whole and is removed", code)
+            code.unlink(missing_ok=True)
+
+
+def is_finished(code: Path) -> bool:
+    """Whether *code* is whole, and its names are beside it."""
+    names = code.with_suffix(".txt")
+    return names.exists() and b"\t" in names.read_bytes() and _is_whole(code)
 
 
 def _remove_unused(own: Path, now: float) -> None:

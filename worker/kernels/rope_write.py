@@ -205,13 +205,13 @@ def reference(  # noqa: PLR0917 - as above
         q = mx.fast.rms_norm(q, table[: heads.dim].astype(q.dtype), heads.norm_eps)
         k = mx.fast.rms_norm(k, table[heads.dim : 2 * heads.dim].astype(k.dtype), heads.norm_eps)
     if heads.rotated:
-        positions = (meta[0] + rows.depths(count, tree)).astype(mx.float32)
+        positions = (meta[:1] + rows.depths(count, tree)).astype(mx.float32)
         angles = positions[:, None] * table[None, 2 * heads.dim :]
         q, k = _turn(q, angles, heads), _turn(k, angles, heads)
-    slots = rows.slots(meta, meta[0] + mx.arange(count, dtype=mx.int32))
+    slots = rows.slots(meta, meta[:1] + mx.arange(count, dtype=mx.int32))
     new = mx.stack([k, v]).swapaxes(1, 2)
     # Read where it is written: a scatter would be one more kernel for MLX on CUDA to compile at start.
-    here = mx.arange(pool.shape[2], dtype=mx.int32)[:, None] == slots
+    here = mx.arange(pool.shape[2], dtype=mx.uint32)[:, None] == slots
     written = mx.take(new, mx.argmax(here, axis=1), axis=2)
     return q, mx.where(here.any(axis=1)[:, None], written, pool)
 

@@ -69,14 +69,25 @@ def depths(rows: int, tree: mx.array | None) -> mx.array:
     return mx.arange(rows, dtype=mx.int32) if tree is None else tree[0, :rows]
 
 
+# Plain operations take from an array by uint32 alone, as the embedding is read, and read no number of meta by its
+# place: each type of number and of index is a gather of its own, which MLX on CUDA compiles for seconds.
+
+
 def slots(meta: mx.array, indices: mx.array) -> mx.array:
-    """Slots of the pool for *indices* of the sequence, int32 of the same shape."""
-    return meta[1 + indices // PAGE] * PAGE + indices % PAGE
+    """Slots of the pool for *indices* of the sequence, int32: uint32 of the same shape."""
+    pages = mx.arange(meta.size - 1, dtype=mx.int32)
+    page = mx.where(pages == (indices // PAGE)[..., None], meta[1:], 0).sum(axis=-1)
+    return (page * PAGE + indices % PAGE).astype(mx.uint32)
+
+
+def all_slots(meta: mx.array) -> mx.array:
+    """Slots of the pool for all indices of the block table, in order: uint32 [pages * 32]."""
+    return (meta[1:, None] * PAGE + mx.arange(PAGE, dtype=mx.int32)).reshape(-1).astype(mx.uint32)
 
 
 def seen(meta: mx.array, rows: int, tree: mx.array | None) -> mx.array:
     """Which of the sequence's indices each row sees: bool [R, pages * 32]."""
-    at = mx.arange((meta.size - 1) * PAGE, dtype=mx.int32)[None] - meta[0]
+    at = mx.arange((meta.size - 1) * PAGE, dtype=mx.int32)[None] - meta[:1]
     row = mx.arange(rows, dtype=mx.int32)[:, None]
     if tree is None:
         return at <= row

@@ -97,7 +97,10 @@ class Pool:
         for one in copies:
             source, target = one.source * PAGE, one.target * PAGE
             # Apart from the arrays before they are updated: a view would be a second reference.
-            rows = [mx.take(array, mx.arange(source, source + one.rows), axis=2) for array in self.arrays]
+            rows = [
+                mx.take(array, mx.arange(source, source + one.rows, dtype=mx.uint32), axis=2)
+                for array in self.arrays
+            ]
             mx.eval(rows)
             for array, piece in zip(self.arrays, rows, strict=True):
                 array[:, :, target : target + one.rows] = piece

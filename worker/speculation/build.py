@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-from mtplx.errors import SettingsError
+from mtplx.errors import ModelFilesError, SettingsError
 from mtplx.settings import SchedulerMode, Settings
 from worker.engine import geometry
+from worker.engine.build import Options, build
 from worker.engine.dense_in_place import DenseInPlace
 from worker.engine.draw import warm_rows
 from worker.engine.engine import Engine
+from worker.engine.files import check_model_files, resolve_model, weight_file_bytes
 from worker.engine.geometry import Extent, Geometry
-from worker.engine.load import LoadedModel, chip_name, device_name
+from worker.engine.load import LoadedModel, chip_name, device_name, load, weight_bytes
+from worker.engine.memory import check_draft_fits
+from worker.engine.same_tokenizer import difference
 from worker.engine.serial import SerialEngine
 from worker.engine.verify_bank import SIZES
+from worker.kernels import disk_cache
 from worker.speculation.costs import Costs, Measured
 from worker.speculation.draft import Drafter
+from worker.speculation.draft_model import DraftModel
 from worker.speculation.executor import HyperWidthExecutor, Parts
 from worker.speculation.ngram import Ngram
 
 # What is measured before READY where nothing is kept yet: on the CPU a row takes tenths of a second.
 _FAST: Final = Extent(contexts=(64, 1024))
-_SLOW: Final = Extent(rows=(1, 2), contexts=(64,), steps=2, turns=1)
+_SLOW: Final = Extent(rows=(1, 2), contexts=(64,), steps=2, turns=2)
+# What is measured where somebody asks and waits.
+_WHOLE: Final = Extent()
+_WHOLE_SLOW: Final = Extent(contexts=(64, 1024), steps=2, turns=1)
+# Tokens of a draft that is timed, and how many are.
+_TIMED, _TIMED_ON_CPU = (4, 8), (1, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +51,38 @@ class Width:
     info: dict[str, Any]
 
 
+def may_draft(settings: Settings) -> bool:
+    """Whether jobs may verify drafts, so that draws of several rows are made ready."""
+    hyper = settings.scheduler_mode is SchedulerMode.HYPER and settings.hyper_stage != "h0"
+    return hyper and settings.draft != "none" and not settings.reference
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A drafter, what a token of it costs, and what health tells of it."""
+
+    drafter: Drafter
+    draft_ms: float = 0.0
+    info: dict[str, Any] = field(default_factory=dict)
+
+
 def may_fork(settings: Settings) -> bool:
     """Whether jobs may verify trees, so that the lane gets ready for them."""
-    drafts = settings.scheduler_mode is SchedulerMode.HYPER and settings.draft != "none"
-    return drafts and settings.hyper_stage in ("auto", "h2")
+    return may_draft(settings) and settings.hyper_stage != "h1"
 
 
-def width(settings: Settings, loaded: LoadedModel, engine: Engine, clock: Callable[[], float]) -> Width:
-    """The width executor that *settings* ask for, over the warm *engine*. clock: seconds.
+def width(
+    settings: Settings,
+    loaded: LoadedModel,
+    engine: Engine,
+    clock: Callable[[], float],
+    kernels: Path | None = None,
+) -> Width:
+    """The width executor that *settings* ask for, over the warm *engine*. clock: seconds. kernels: their folder.
 
     Raises:
         SettingsError: the drafter asked for cannot be had.
+        ModelFilesError: the draft model is missing or incomplete.
     """
     if settings.scheduler_mode is not SchedulerMode.HYPER:
         return Width("", None, _off("serial mode"))
@@ -61,45 +93,128 @@ def width(settings: Settings, loaded: LoadedModel, engine: Engine, clock: Callab
     forward = engine.forward
     if forward.width == 1:
         return Width("h0", None, _off(forward.why_narrow))
-    drafter = _drafter(settings)
+    source = _drafter(settings, loaded, engine, clock, kernels)
     found = _geometry(settings.cache_dir / "geometry", loaded, engine, clock)
     costs = Costs(
         rows=found.rows,
         contexts=found.contexts,
         ms=found.ms,
         overhead_ms=found.overhead_ms,
+        draft_ms=source.draft_ms,
         sizes=SIZES if isinstance(forward, DenseInPlace) else (),
     )
     trees = forward.trees and may_fork(settings)
-    parts = Parts(drafter=drafter, measured=Measured(costs), trees=trees, clock=clock)
+    parts = Parts(drafter=source.drafter, measured=Measured(costs), trees=trees, clock=clock)
     executor = HyperWidthExecutor(parts, forward.width)
     if executor.width > 1 and device_name() != "cpu":
         warm_rows(loaded.width, loaded.vocabulary, loaded.dtype, SIZES[1:])
     stage = "h0" if executor.width == 1 else "h2" if trees else "h1"
     info = {
         "width_executor": True,
-        "draft": drafter.name,
-        "width": executor.width,
+        "draft": source.drafter.name,
+        **source.info,
+        "most_rows": executor.width,
         "width_why": executor.why or forward.why_narrow,
         "geometry": asdict(found),
     }
     return Width(stage, executor, info)
 
 
+def probe_rows(settings: Settings, clock: Callable[[], float]) -> Geometry:
+    """Measure what rows cost the settings' model here, in full, and keep it for the worker. clock: seconds.
+
+    Raises:
+        ModelFilesError, SettingsError: as at the start of a worker.
+    """
+    kernels = disk_cache.open_folder(settings.cache_dir)
+    loaded = load(resolve_model(settings.model, settings.cache_dir))
+    engine, _ = build(loaded, Options(kv_bytes=settings.kv_bytes, kernel_folder=kernels, trees=may_fork(settings)))
+    engine.warm_up()
+    extent = _WHOLE_SLOW if device_name() == "cpu" else _WHOLE
+    found = geometry.measure(engine.forward, engine.index.pages, extent, clock)
+    geometry.keep(found, _place(settings.cache_dir / "geometry", loaded, engine))
+    return found
+
+
 def _off(why: str) -> dict[str, Any]:
-    return {"width_executor": False, "draft": "none", "width": 1, "width_why": why}
+    return {"width_executor": False, "draft": "none", "most_rows": 1, "width_why": why}
 
 
-def _drafter(settings: Settings) -> Drafter:
+def _drafter(
+    settings: Settings,
+    target: LoadedModel,
+    engine: SerialEngine,
+    clock: Callable[[], float],
+    kernels: Path | None,
+) -> _Found:
     if settings.draft == "mtp":
         raise SettingsError("--draft mtp: no head of this model can be used by this version; use auto or ngram.")
     if settings.draft.startswith("model:"):
-        raise SettingsError("--draft model:PATH is not there yet; use auto or ngram.")
-    return Ngram()
+        return draft_model(settings, target, engine.capacity, clock, kernels)
+    return _Found(Ngram())
+
+
+def draft_model(
+    settings: Settings,
+    target: LoadedModel,
+    capacity: int,
+    clock: Callable[[], float],
+    kernels: Path | None = None,
+) -> _Found:
+    """The second model that drafts for *target*, warm and timed. capacity: positions of a job of the target.
+
+    Raises:
+        SettingsError: its ids are not the target's, it does not fit, or its rows cannot be taken back.
+        ModelFilesError: it is missing or incomplete.
+    """
+    name = settings.draft.removeprefix("model:").strip()
+    try:
+        path = resolve_model(name, settings.cache_dir)
+        check_model_files(path)
+        check_draft_fits(name, weight_file_bytes(path))
+        loaded = load(path)
+    except ModelFilesError as error:
+        raise ModelFilesError(f"--draft model:{name}: {error}") from error
+    unlike = difference(target, loaded)
+    if unlike:
+        raise SettingsError(
+            f"--draft model:{name}: its tokenizer is not that of {target.name}: {unlike}. "
+            "Take a smaller model of the same family, or --draft auto."
+        )
+    # Its pool is for the jobs that the target takes, and no longer ones.
+    bounded = replace(loaded, context=min(loaded.context, capacity))
+    options = Options(prefill_chunk=settings.prefill_chunk, kernel_folder=kernels)
+    engine, info = build(bounded, options)
+    if not engine.forward.cuts:
+        raise SettingsError(
+            f"--draft model:{name}: drafted rows cannot be taken back from it: {info['why']}. "
+            "Take a model with full attention in all layers, or --draft auto."
+        )
+    engine.warm_up()
+    drafter = DraftModel(bounded, engine, target.width)
+    drafter.warm_up()
+    draft_ms = drafter.draft_ms(clock, *(_TIMED_ON_CPU if device_name() == "cpu" else _TIMED))
+    told: dict[str, Any] = {
+        "model": loaded.name,
+        "bytes": weight_bytes(loaded.model),
+        "draft_ms": round(draft_ms, 4),
+        **{part: info[part] for part in ("lane", "form", "pool", "row_invariant", "why") if part in info},
+    }
+    return _Found(drafter, draft_ms, {"draft_model": told})
 
 
 def _geometry(folder: Path, loaded: LoadedModel, engine: SerialEngine, clock: Callable[[], float]) -> Geometry:
     """What is kept of this model on this device, or measured now and kept."""
+    path = _place(folder, loaded, engine)
+    found = geometry.kept(path)
+    if found is None:
+        extent = _SLOW if device_name() == "cpu" else _FAST
+        found = geometry.measure(engine.forward, engine.index.pages, extent, clock)
+        geometry.keep(found, path)
+    return found
+
+
+def _place(folder: Path, loaded: LoadedModel, engine: SerialEngine) -> Path:
     forward = engine.forward
     facts = {
         "model": loaded.name,
@@ -112,9 +227,4 @@ def _geometry(folder: Path, loaded: LoadedModel, engine: SerialEngine, clock: Ca
         "row_invariant": forward.row_invariant,
         "capacity": forward.capacity,
     }
-    path = geometry.place(folder, facts)
-    found = geometry.kept(path)
-    if found is None:
-        found = geometry.measure(forward, engine.index.pages, _SLOW if device_name() == "cpu" else _FAST, clock)
-        geometry.keep(found, path)
-    return found
+    return geometry.place(folder, facts)

@@ -7,7 +7,7 @@ kept. So the drafter decides how fast the text comes, never what it says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Final, Protocol, Self
@@ -135,16 +135,37 @@ class Traits:
     edges: ascending; margins between two edges are one kind, and acceptance is learnt for each kind. kept: the
     acceptance of each kind, one more than edges. branch: nodes that a fork takes at most. gained: tokens that a
     fork gains on average where the trunk misses at its depth; only what is believed to be worth a try is measured.
+    free: whether proposals cost no time worth counting; else there is a plan before there is a draft, and drafts
+    that nobody verifies are not made.
     """
 
     edges: tuple[float, ...]
     kept: tuple[float, ...]
     branch: int = 1
     gained: float = 1.0
+    free: bool = True
 
     def __post_init__(self) -> None:
         assert len(self.kept) == len(self.edges) + 1, "one kind more than edges"
         assert all(low < high for low, high in pairwise(self.edges)), "edges ascend"
+
+
+def _unheard() -> None:
+    """Nobody looks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a drafter may want to know of a job beside its text.
+
+    budget: ids that may be drawn. keep: whether what is computed may serve later jobs of the same *owner*. look:
+    to be called now and then where beginning takes long; it may raise, and the job is over.
+    """
+
+    budget: int
+    keep: bool = False
+    owner: bytes = b""
+    look: Callable[[], None] = _unheard
 
 
 class Drafter(Protocol):
@@ -153,14 +174,20 @@ class Drafter(Protocol):
     name: str
     traits: Traits
 
-    def begin(self, ids: Sequence[int], sampling: Any) -> None:
+    def begin(self, ids: Sequence[int], sampling: Any, terms: Terms) -> None:
         """A job begins with the prompt *ids*, drawn by *sampling*; all of the job before is forgotten."""
 
     def extend(self, ids: Sequence[int]) -> None:
         """*ids* became text behind what there is."""
 
+    def catch_up(self) -> None:
+        """Bring what is kept beside the text up to it: a drafter that is not free, before a proposal is timed."""
+
     def propose(self, limit: int, forks: int) -> Proposal:
-        """At most *limit* nodes and *forks* forks behind the text; none where nothing is worth a guess."""
+        """At most *limit* nodes and *forks* forks behind the text; none where nothing is worth a guess.
+
+        Asked again for fewer before the text goes on, a drafter that is not free drafts nothing anew.
+        """
 
     def end(self) -> None:
         """The job is over: give back what it held."""

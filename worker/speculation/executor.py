@@ -15,10 +15,10 @@ from worker.engine.draw import NOT_A_NUMBER
 from worker.engine.engine import Engine, EngineRequest, Figures, PrefillProgress, Step
 from worker.engine.serial import SerialEngine
 from worker.speculation.costs import Measured
-from worker.speculation.draft import MAX_NODES, Draft, Drafter, Proposal, left_trunk
+from worker.speculation.draft import MAX_NODES, Draft, Drafter, Proposal, Terms, left_trunk
 from worker.speculation.planner import Plan, Planner
 from worker.speculation.shadow import Shadow
-from worker.width import Meta, WidthPlan
+from worker.width import Meta, WideEngine, WidthPlan
 
 ROUTE: Final = "hyper_width"
 """What DONE calls a job whose forwards may have more rows than one."""
@@ -27,6 +27,8 @@ ROUTE: Final = "hyper_width"
 _LOOKED_AT: Final = (64, 2048)
 # The newest id, one drafted behind it, and one drawn behind that.
 _LEAST_BUDGET: Final = 3
+# Of what rows would bring if all were kept, the share that they must not cost: drafts err, and clocks do.
+_HOPED: Final = 0.9
 _MOST_FORKS: Final = 3
 
 
@@ -64,7 +66,7 @@ class HyperWidthExecutor:
             return WidthPlan(1, "the answer is too short for a draft")
         return WidthPlan(self.width, self.why)
 
-    def run(self, plan: WidthPlan, singleton: Engine) -> Engine:
+    def run(self, plan: WidthPlan, singleton: Engine) -> WideEngine:
         """As in `WidthExecutor`."""
         assert isinstance(singleton, SerialEngine), "only the serial engine verifies drafts"
         return SpeculatingEngine(plan.width, singleton, self._parts)
@@ -72,21 +74,22 @@ class HyperWidthExecutor:
     def _could_pay(self) -> bool:
         for context in _LOOKED_AT:
             steps = self._parts.measured.steps(context)
-            if any(steps[nodes] < steps[0] * (nodes + 1) for nodes in range(1, self.width)):
+            if any(steps[nodes] < _HOPED * steps[0] * (nodes + 1) for nodes in range(1, self.width)):
                 return True
         return False
 
 
 class SpeculatingEngine:
-    """The `Engine` of a job each step of which may verify a draft. *width*: the most rows of a forward."""
+    """The `Engine` of a job each step of which may verify a draft. *widest*: the most rows of a forward."""
 
-    def __init__(self, width: int, serial: SerialEngine, parts: Parts) -> None:
+    def __init__(self, widest: int, serial: SerialEngine, parts: Parts) -> None:
         self.capacity = serial.capacity
-        self._width = width
+        self.width = 1
+        self._widest = widest
         self._serial = serial
         self._drafter = parts.drafter
         self._clock = parts.clock
-        self._planner = Planner(parts.measured, width - 1, parts.trees, parts.drafter.traits)
+        self._planner = Planner(parts.measured, widest - 1, parts.trees, parts.drafter.traits)
         self._shadow = Shadow()
         # What the latest step came to, told when the next one begins: it lasts until then.
         self._outcome: _Outcome | None = None
@@ -106,12 +109,20 @@ class SpeculatingEngine:
         self._outcome, self._told = None, False
         self._launched = self._committed = 0
         self._serial.start(request, progress)
-        self._drafter.begin((*request.prompt, *request.drawn), request.sampling)
+        ids = (*request.prompt, *request.drawn)
+        terms = Terms(
+            budget=request.max_tokens,
+            keep=request.cache is not False,
+            owner=request.owner,
+            look=lambda: progress(len(ids), len(ids)),
+        )
+        self._drafter.begin(ids, request.sampling, terms)
         self._began = self._clock()
 
     def step(self) -> Step:
         """As in `Engine`."""
         if not self._serial.decided:
+            self.width = 1
             now = self._clock()
             self._tell((now - self._began) * 1e3)
             self._began = now
@@ -154,14 +165,22 @@ class SpeculatingEngine:
 
     def _verify_a_draft(self) -> None:
         """Run a forward over a draft in place of the next plain one, if there is one that is worth it."""
-        serial, newest = self._serial, self._serial.newest
+        newest = self._serial.newest
         # Behind the last node one more is drawn.
-        limit = min(self._width, serial.left) - 1
+        limit = min(self._widest, self._serial.left) - 1
         if limit < 1 or newest == NOT_A_NUMBER:
             return
         if newest is not None:
             self._became_text(newest)
             self._told = True
+        if self._drafter.traits.free:
+            self._verify_what_there_is(limit, newest)
+        else:
+            self._verify_what_is_asked_for(limit, newest)
+
+    def _verify_what_there_is(self, limit: int, newest: int | None) -> None:
+        """Of what the drafter proposes, whatever comes of it."""
+        serial = self._serial
         if newest is None:
             whole = self._drafter.propose(min(limit + 1, MAX_NODES), 0)
         else:
@@ -176,7 +195,33 @@ class SpeculatingEngine:
         draft = Draft.chain(proposal.draft.tokens[: plan.depth])
         if newest is not None:
             draft = self._drafter.propose(plan.nodes, plan.forks).draft
-        path = serial.verify(draft)
+        self._verify(plan, draft)
+
+    def _verify_what_is_asked_for(self, limit: int, newest: int | None) -> None:
+        """Of a drafter that takes time: it is asked only if a draft is planned, and knows all of the text."""
+        serial, drafter = self._serial, self._drafter
+        plan = self._planner.plan(serial.position, None)
+        self._outcome = _Outcome(plan if not plan.nodes else Plan(plan.context))
+        if not plan.nodes:
+            return
+        if newest is None:
+            newest = serial.resolve()
+            if newest == NOT_A_NUMBER:
+                return
+            self._became_text(newest)
+            self._told = True
+        # A drafter that was left alone has to read; neither that nor the wait for the newest id is a draft's.
+        drafter.catch_up()
+        self._began = self._clock()
+        proposal = drafter.propose(min(plan.depth, limit), 0)
+        if not proposal.margins:
+            return
+        plan = self._planner.refined(plan, proposal.margins, proposal.turns)
+        self._verify(plan, drafter.propose(plan.nodes, plan.forks).draft)
+
+    def _verify(self, plan: Plan, draft: Draft) -> None:
+        path = self._serial.verify(draft)
+        self.width = draft.width
         self._launched += len(draft)
         self._committed += len(path) - 1
         self._outcome = _Outcome(plan, len(path) - 1, left_trunk(draft, path))

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from worker.speculation.draft import MAX_NODES, Draft, Proposal, Traits
+from worker.speculation.draft import MAX_NODES, Draft, Proposal, Terms, Traits
 
 SHORT: Final = 2
 LONG: Final = 6
@@ -100,15 +100,18 @@ class Ngram:
         self._match: _Match | None = None
         self._searched = 0
 
-    def begin(self, ids: Sequence[int], sampling: Any = None) -> None:
+    def begin(self, ids: Sequence[int], sampling: Any = None, terms: Terms | None = None) -> None:
         """A job begins with the prompt *ids*; how it is drawn changes nothing."""
-        del sampling
+        del sampling, terms
         self._clear()
         self._add(ids)
 
     def end(self) -> None:
         """Forget the text."""
         self._clear()
+
+    def catch_up(self) -> None:
+        """As in `Drafter`: nothing is ever behind."""
 
     def extend(self, ids: Sequence[int]) -> None:
         """*ids* became text: the match is followed or broken."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from worker.speculation.costs import Costs, Measured
@@ -48,7 +48,7 @@ class Plan:
     """What the next step verifies: *nodes* in all, *forks* of them with their branches beside the trunk.
 
     depth: of the trunk. kinds: of the margin of each depth. turns: depths of the forks. why: in words, where it is
-    nothing.
+    nothing. beside_ms: what was drafted longer than *nodes* say; forks, which cost no draft, count against it.
     """
 
     context: int
@@ -58,6 +58,7 @@ class Plan:
     kinds: tuple[int, ...] = ()
     turns: tuple[int, ...] = ()
     why: str = ""
+    beside_ms: float = 0.0
 
 
 @dataclass(slots=True)
@@ -222,7 +223,7 @@ class Planner:
             return self._nothing(context, "nothing to verify", held=False)
         kinds = tuple(map(self._kept.kind, (None,) * self._limit if margins is None else margins[: self._limit]))
         self._kept.hope = _HOPE if self._gate.trial else 0.0
-        plan, gain = self._best(context, kinds, turns)
+        plan, gain = self._best(context, kinds, turns, self.measured.steps(context))
         self._would = plan if gain > 0 else None
         if self._gate.pause:
             self._gate.pause -= 1
@@ -239,13 +240,27 @@ class Planner:
             self._try(context)
         return self._nothing(context, "would not pay")
 
+    def refined(self, plan: Plan, margins: Sequence[float], turns: Sequence[int]) -> Plan:
+        """*plan*, made before there was a draft, now that there is one of *margins*: always something to verify.
+
+        turns: as in `plan`. What was drafted has been paid for.
+        """
+        assert margins, "a draft"
+        drafted, draft_ms = len(margins), self.measured.costs.draft_ms
+        steps = self.measured.steps(plan.context)
+        steps[1:] = (ms + (drafted - nodes) * draft_ms for nodes, ms in enumerate(steps[1:], start=1))
+        best, _ = self._best(plan.context, tuple(map(self._kept.kind, margins)), turns, steps)
+        if not best.nodes:
+            best = replace(plan, nodes=min(plan.depth, drafted), depth=min(plan.depth, drafted), forks=0)
+        return replace(best, beside_ms=(drafted - best.nodes) * draft_ms)
+
     def told(self, plan: Plan, accepted: int, ms: float, turned: int = 0) -> None:
         """The step of *plan* took *ms* and kept *accepted* nodes, the depth that its path reached.
 
         turned: the depth at which the path left the trunk; 0: nowhere.
         """
         if ms > 0:
-            self.measured.learn(plan.context, plan.nodes, ms)
+            self.measured.learn(plan.context, plan.nodes, max(ms - plan.beside_ms, 0.0))
         plain = self.measured.steps(plan.context)[0]
         self._tokens = self._tokens * _PACE_FADES + 1 + accepted
         self._time = self._time * _PACE_FADES + ms / plain
@@ -302,9 +317,10 @@ class Planner:
             self._kept.doubt()
             self._gate.trial = WINDOW
 
-    def _best(self, context: int, kinds: tuple[int, ...], turns: Sequence[int]) -> tuple[Plan, float]:
-        """The draft that gains most, and how much more than it has to, in plain steps."""
-        steps = self.measured.steps(context)
+    def _best(
+        self, context: int, kinds: tuple[int, ...], turns: Sequence[int], steps: Sequence[float]
+    ) -> tuple[Plan, float]:
+        """The draft that gains most, and how much more than it has to, in plain steps; *steps*: what they take."""
         worth = min(self._time / self._tokens, 1.0)
         reluctance = _GO_ON if self._drafting or self._gate.trial else _BEGIN
         reach = self._reach(kinds)
