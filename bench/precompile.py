@@ -5,8 +5,8 @@
 The forwards of every model run with kernels that are noted instead of launched, those over trees too. Beside them:
 MLX's own quantised matrix products, each of which takes a minute to compile; SITE is where MLX's CUDA build lies
 unpacked, with its headers, and with their text in its library. What is in FOLDER already stays. The names of
-kernels depend on FOLDER, which their texts name: it has the same path where they run. For the bench of speculation:
---models smol-bf16,smol-real-4bit, and --tiles 64, as it has prompts alone computed by these products.
+kernels depend on FOLDER, which their texts name: it has the same path where they run. For the bench of
+speculation: --models smol-bf16,smol-real-4bit, and --tiles 64: it has prompts alone computed by these products.
 """
 
 from __future__ import annotations
