@@ -148,8 +148,9 @@ def in_both(clients: dict[str, mtplx.Client], tokens: int, rounds: int, speculat
         median = {mode: statistics.median(found) for mode, found in speeds.items()}
         name, all_turns = f"temperature {temperature:g}", rounds * len(PROMPTS)
         ratio = median[other] / median[base]
+        what = f"{other} / {base}, speculation {speculation}"
         figures += [
-            Figure(f"{name}: {other} / {base}, speculation {speculation}", ratio, "ratio of medians", 0.99, "higher"),
+            Figure(f"{name}: {what}", ratio, "ratio of medians", 0.99, "higher"),
             *(Figure(f"{name}: {mode}", speed, "tokens/s", None, "higher") for mode, speed in median.items()),
             Figure(f"{name}: equal trajectory hashes", equal, f"of {all_turns}", all_turns, "higher"),
             Figure(f"{name}: jobs that might run wider than 1", wide, f"of {all_turns}", None, "lower"),
