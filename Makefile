@@ -30,6 +30,7 @@ prove: setup
 bench: setup
 	$(BIN)/python bench/broker.py
 	$(BIN)/python bench/parity.py
+	$(BIN)/python bench/parity.py --modes serial,hyper
 	$(BIN)/python bench/prefix.py
 	$(BIN)/python bench/decode_cpu.py
 	$(BIN)/python bench/memory.py

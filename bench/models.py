@@ -57,11 +57,16 @@ _TINY = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A model's shape. title: in figures; config: as in config.json; quantised: affine, 4 bits, groups of 64."""
+    """A model's shape. title: in figures; config: as in config.json; quantised: affine, 4 bits.
+
+    group: of quantised weights. head_bits: of their embedding.
+    """
 
     title: str
     config: dict[str, Any]
     quantised: bool
+    group: int = GROUP
+    head_bits: int = BITS
 
     def with_layers(self, layers: int) -> Shape:
         """The same with another number of layers."""
@@ -80,9 +85,14 @@ SHAPES = {
     "8b-4bit": Shape(title="Qwen3-8B shape 4-bit", config=_LARGE, quantised=True),
 }
 
+# As `mtplx pull` converts it: the shapes of the 16-bit form are those of "smol-bf16".
+REAL = {
+    "smol-real-4bit": Shape(title="SmolLM2-135M 4-bit, real", config=_SMOL, quantised=True, group=32, head_bits=8),
+}
+
 
 def make(shape: Shape, *, evaluated: bool = True) -> nn.Module:
-    """mlx-lm's module with random bfloat16 weights, in groups of 64 at 4 bits where the shape says so.
+    """mlx-lm's module with random bfloat16 weights, quantised where the shape says so.
 
     Weights are made layer by layer, so that no more than one layer exists in a wider form.
     """
@@ -93,7 +103,7 @@ def make(shape: Shape, *, evaluated: bool = True) -> nn.Module:
     parts = [*model.model.layers, model]
     for part in parts:
         if shape.quantised:
-            nn.quantize(part, GROUP, BITS)
+            nn.quantize(part, shape.group, shape.head_bits if part is model else BITS)
         if evaluated:
             mx.eval(part.parameters())
             mx.clear_cache()

@@ -2,6 +2,12 @@
 
 Both answer the same prompts of SmolLM2 in turns, at temperature 0 and at 0.8 with the keyed sampler handed to
 stream_generate; the ids must be equal. Times run from the prompt's ids to the last token.
+
+    python bench/parity.py --modes serial,hyper
+
+compares two services instead, one in each scheduler mode, whose workers answer in turns: at width 1, or, with
+--speculation auto, as hyper mode decides, which leaves drafts alone where rows are dear. The hashes of the answers
+must be equal.
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import click
@@ -21,7 +27,10 @@ import mlx.core as mx
 from mlx_lm import stream_generate
 from report import Figure, write
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import mtplx
+from worker.engine.engine import ROUTE
 from worker.engine.load import LoadedModel, load, resolve_model
 from worker.engine.sample import KeyedSampler, Sampling
 
@@ -113,11 +122,64 @@ def compare(
     return figures
 
 
+def in_both(clients: dict[str, mtplx.Client], tokens: int, rounds: int, speculation: str) -> list[Figure]:
+    """The figures of the modes *clients* speak to, the second over the first; who goes first changes."""
+    figures = []
+    base, other = clients
+    for temperature in (0.0, 0.8):
+        speeds: dict[str, list[float]] = {mode: [] for mode in clients}
+        equal = wide = 0
+        for turn in range(rounds * len(PROMPTS)):
+            messages = [{"role": "user", "content": PROMPTS[turn % len(PROMPTS)]}]
+            hashes = set()
+            for mode in list(clients)[:: -1 if turn % 2 else 1]:
+                began = time.perf_counter()
+                result = clients[mode].run(
+                    messages=messages,
+                    max_tokens=tokens,
+                    temperature=temperature,
+                    seed=SEED,
+                    speculation=speculation,
+                )
+                speeds[mode].append(len(result.ids) / (time.perf_counter() - began))
+                hashes.add(result.sha256)
+                wide += result.run["route"] != ROUTE
+            equal += len(hashes) == 1
+        median = {mode: statistics.median(found) for mode, found in speeds.items()}
+        name, all_turns = f"temperature {temperature:g}", rounds * len(PROMPTS)
+        ratio = median[other] / median[base]
+        what = f"{other} / {base}, speculation {speculation}"
+        figures += [
+            Figure(f"{name}: {what}", ratio, "ratio of medians", 0.99, "higher"),
+            *(Figure(f"{name}: {mode}", speed, "tokens/s", None, "higher") for mode, speed in median.items()),
+            Figure(f"{name}: equal trajectory hashes", equal, f"of {all_turns}", all_turns, "higher"),
+            Figure(f"{name}: jobs that might run wider than 1", wide, f"of {all_turns}", None, "lower"),
+        ]
+    return figures
+
+
+def modes(names: list[str], tokens: int, rounds: int, speculation: str) -> list[Figure]:
+    """Both services at once, each with a worker of its own that waits while the other's computes."""
+    with ExitStack() as stack:
+        clients = {}
+        for name in names:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mtplx-"))
+            settings = mtplx.Settings.load({"run_dir": Path(folder), "scheduler_mode": mtplx.SchedulerMode(name)})
+            clients[name] = stack.enter_context(service(settings))
+        in_both(clients, 2, 1, speculation)
+        return in_both(clients, tokens, rounds, speculation)
+
+
 @click.command()
 @click.option("--tokens", default=48, show_default=True, help="Tokens an answer.")
 @click.option("--rounds", default=3, show_default=True, help="Times each prompt is answered by both.")
-def main(tokens: int, rounds: int) -> None:
-    """Measure and write bench/results/parity.json."""
+@click.option("--modes", "asked", help="Two scheduler modes, by comma: compared with each other, not with mlx-lm.")
+@click.option("--speculation", default="off", show_default=True, help="Of the jobs of --modes: auto or off.")
+def main(tokens: int, rounds: int, asked: str | None, speculation: str) -> None:
+    """Measure and write bench/results/parity.json, or parity_modes.json."""
+    if asked:
+        write("parity_modes", modes(asked.split(","), tokens, rounds, speculation))
+        return
     with tempfile.TemporaryDirectory(prefix="mtplx-") as folder:
         settings = mtplx.Settings.load({"run_dir": Path(folder)})
         loaded = load(resolve_model(settings.model, settings.cache_dir))

@@ -1,10 +1,12 @@
-"""Compiles, on a machine with nvcc and no GPU, the CUDA kernels that the decode bench needs, for MLX to find.
+"""Compiles, on a machine with nvcc and no GPU, the CUDA kernels that the GPU benches need, for MLX to find.
 
     python bench/precompile.py --mlx SITE --out FOLDER
 
-The forwards of every model run with kernels that are noted instead of launched. Beside them: MLX's own quantised
-matrix products, each of which takes a minute to compile; SITE is where MLX's CUDA build lies unpacked, with its
-headers, and with their text in its library. What is in FOLDER already stays.
+The forwards of every model run with kernels that are noted instead of launched, those over trees too. Beside them:
+MLX's own quantised matrix products, each of which takes a minute to compile; SITE is where MLX's CUDA build lies
+unpacked, with its headers, and with their text in its library. What is in FOLDER already stays. The names of
+kernels depend on FOLDER, which their texts name: it has the same path where they run. For the bench of
+speculation: --models smol-bf16,smol-real-4bit, and --tiles 64: it has prompts alone computed by these products.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -31,8 +33,10 @@ from cuda_text import Module, recording
 
 from worker.engine.dense_in_place import DenseInPlace
 from worker.engine.forward import MAX_ROWS
-from worker.engine.verify_bank import SIZES
+from worker.engine.verify_bank import SIZES, TREE_SIZES
 from worker.kernels import dialect, nvrtc
+from worker.kernels.move_rows import MOST, move_rows
+from worker.kernels.rows import tree_array
 from worker.kv.prefix import Opened
 
 PROMPT = 1024
@@ -49,9 +53,16 @@ def ours(shape: models.Shape) -> dict[str, Module]:
     with recording() as found:
         for lane in (one.kernels, one.products):
             with one.sequence(0, PROMPT + MAX_ROWS) as table:
+                meta = mx.array([0, *table], mx.int32)
                 for rows in SIZES:
-                    lane.bank.run(mx.zeros((rows,), mx.uint32), mx.array([0, *table], mx.int32), one.pool.arrays)
+                    lane.bank.run(mx.zeros((rows,), mx.uint32), meta, one.pool.arrays)
+                for rows in TREE_SIZES:
+                    tree = tree_array([-1, *[0] * (rows - 1)])
+                    lane.bank.run(mx.zeros((rows,), mx.uint32), meta, one.pool.arrays, tree)
             read(one, lane)
+        # Of a kept branch, and of pages that are parted.
+        for moves in (MAX_ROWS, MOST):
+            move_rows(one.pool.arrays[0], mx.zeros((2, moves), mx.int32))
         return dict(found)
 
 
@@ -67,13 +78,13 @@ def read(one: rig.Rig, lane: DenseInPlace) -> None:
     sequence.release()
 
 
-def products(group: int, bits: int) -> Iterator[Module]:
-    """MLX's quantised products of bfloat16 for outputs in multiples of 128, and for others.
+def products(group: int, bits: int, tiles: Sequence[int]) -> Iterator[Module]:
+    """MLX's quantised products of bfloat16 for outputs in multiples of 128, and for others. tiles: their rows.
 
     Names are those of mlx/backend/cuda/quantized/qmm of MLX 0.32.
     """
     number = "cutlass::bfloat16_t"
-    for rows in TILES:
+    for rows in tiles:
         tile = f"cute::Shape<cute::Int<{rows}>, cute::Int<128>, cute::Int<64>>"
         rest = f"{number}, cutlass::uint{bits}b_t, {number}, {tile}>"
         end = f"bfloat16_m{rows}_b{bits}_g{group}_affine"
@@ -160,7 +171,8 @@ def compile_all(modules: list[Module], site: Path, out: Path, arch: str) -> None
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="What MLX_PTX_CACHE_DIR will be.")
 @click.option("--arch", default="sm_90a", show_default=True, help="Of the device; MLX adds the a from sm_90 on.")
 @click.option("--models", "names", default=",".join(models.SHAPES), help="Which, by comma.")
-def main(site: Path, out: Path, arch: str, names: str) -> None:
+@click.option("--tiles", default=",".join(map(str, TILES)), show_default=True, help="Of MLX's products, by comma.")
+def main(site: Path, out: Path, arch: str, names: str, tiles: str) -> None:
     """Compile for a GPU that is elsewhere."""
     # Lanes ask what they would launch on.
     dialect.target = lambda: "cuda"
@@ -168,11 +180,12 @@ def main(site: Path, out: Path, arch: str, names: str) -> None:
     dialect.keep_texts(out)
     modules: dict[str, Module] = {}
     for name in names.split(","):
-        before = len(modules)
-        modules |= ours(models.SHAPES[name])
+        before, shape = len(modules), (models.SHAPES | models.REAL)[name]
+        modules |= ours(shape)
         click.echo(f"{name}: {len(modules) - before} kernels")
-        if models.SHAPES[name].quantised:
-            modules |= {one.name: one for one in products(models.GROUP, models.BITS)}
+        if shape.quantised:
+            rows = [int(one) for one in tiles.split(",") if one]
+            modules |= {one.name: one for one in products(shape.group, models.BITS, rows)}
     compile_all(list(modules.values()), site, out, arch)
     click.echo(f"{len(modules)} kernels in {out}")
 
