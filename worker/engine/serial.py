@@ -89,13 +89,10 @@ class SerialEngine:
             drawn = run.take_ahead()
             more = len(run.answer) + 1 < run.request.max_tokens
             if more and self.forward.one_ahead:
-                ahead = self._next(run, drawn)
-                run.decided.append(run.read(drawn))
-                run.ahead = ahead
-            else:
-                run.decided.append(run.read(drawn))
-                if more:
-                    run.ahead = self._next(run, drawn)
+                run.ahead = self._next(run, drawn)
+            run.decided.append(run.read(drawn))
+            if more and run.ahead is None:
+                run.ahead = self._next(run, drawn)
         step = run.decided.popleft()
         run.answer.append(step.token)
         return step
