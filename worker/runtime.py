@@ -12,7 +12,7 @@ from typing import Any
 
 from mtplx.job import MAX_INT
 from mtplx.settings import Settings
-from worker.engine.build import Options, build
+from worker.engine.build import build
 from worker.engine.draw import WARM_ROWS
 from worker.engine.draw_kernels import Wanted, compiling
 from worker.engine.engine import Engine
@@ -22,7 +22,7 @@ from worker.engine.verify_bank import SIZES
 from worker.job import run_job
 from worker.kernels import disk_cache
 from worker.loop import Offer, Worker
-from worker.speculation.build import may_draft, may_fork, width
+from worker.speculation.build import may_draft, options, width
 from worker.width import WidthGate
 
 
@@ -53,16 +53,7 @@ def engine_of(
     """The engine that *settings* ask for, and what health tells of it; *kernels*: where compiled ones are kept."""
     if settings.reference:
         return ReferenceEngine(loaded, settings.prefill_chunk), {"lane": "reference", "row_invariant": False}
-    return build(
-        loaded,
-        Options(
-            kv_bytes=settings.kv_bytes,
-            prefill_chunk=settings.prefill_chunk,
-            kernel_folder=kernels,
-            trees=may_fork(settings),
-            before_memory=before_memory,
-        ),
-    )
+    return build(loaded, options(settings, kernels, before_memory))
 
 
 def offer(settings: Settings, loaded: LoadedModel, capacity: int, info: dict[str, Any], stage: str) -> Offer:

@@ -51,12 +51,6 @@ class Width:
     info: dict[str, Any]
 
 
-def may_draft(settings: Settings) -> bool:
-    """Whether jobs may verify drafts, so that draws of several rows are made ready."""
-    hyper = settings.scheduler_mode is SchedulerMode.HYPER and settings.hyper_stage != "h0"
-    return hyper and settings.draft != "none" and not settings.reference
-
-
 @dataclass(frozen=True, slots=True)
 class _Found:
     """A drafter, what a token of it costs, and what health tells of it."""
@@ -66,9 +60,26 @@ class _Found:
     info: dict[str, Any] = field(default_factory=dict)
 
 
+def may_draft(settings: Settings) -> bool:
+    """Whether jobs may verify drafts, so that draws of several rows are made ready."""
+    hyper = settings.scheduler_mode is SchedulerMode.HYPER and settings.hyper_stage != "h0"
+    return hyper and settings.draft != "none" and not settings.reference
+
+
 def may_fork(settings: Settings) -> bool:
     """Whether jobs may verify trees, so that the lane gets ready for them."""
     return may_draft(settings) and settings.hyper_stage != "h1"
+
+
+def options(settings: Settings, kernels: Path | None, before_memory: Callable[[], None] = lambda: None) -> Options:
+    """How the engine of these settings is built, by a worker and by what measures for it."""
+    return Options(
+        kv_bytes=settings.kv_bytes,
+        prefill_chunk=settings.prefill_chunk,
+        kernel_folder=kernels,
+        trees=may_fork(settings),
+        before_memory=before_memory,
+    )
 
 
 def width(
@@ -128,7 +139,7 @@ def probe_rows(settings: Settings, clock: Callable[[], float]) -> Geometry:
     """
     kernels = disk_cache.open_folder(settings.cache_dir)
     loaded = load(resolve_model(settings.model, settings.cache_dir))
-    engine, _ = build(loaded, Options(kv_bytes=settings.kv_bytes, kernel_folder=kernels, trees=may_fork(settings)))
+    engine, _ = build(loaded, options(settings, kernels))
     engine.warm_up()
     extent = _WHOLE_SLOW if device_name() == "cpu" else _WHOLE
     found = geometry.measure(engine.forward, engine.index.pages, extent, clock)
@@ -183,8 +194,7 @@ def draft_model(
         )
     # Its pool is for the jobs that the target takes, and no longer ones.
     bounded = replace(loaded, context=min(loaded.context, capacity))
-    options = Options(prefill_chunk=settings.prefill_chunk, kernel_folder=kernels)
-    engine, info = build(bounded, options)
+    engine, info = build(bounded, Options(prefill_chunk=settings.prefill_chunk, kernel_folder=kernels))
     if not engine.forward.cuts:
         raise SettingsError(
             f"--draft model:{name}: drafted rows cannot be taken back from it: {info['why']}. "

@@ -192,8 +192,9 @@ class SpeculatingEngine:
             self._shadow.take(whole)
             return
         self._shadow.drop()
-        draft = Draft.chain(proposal.draft.tokens[: plan.depth])
-        if newest is not None:
+        if newest is None:
+            draft = Draft.chain(proposal.draft.tokens[: plan.depth])
+        else:
             draft = self._drafter.propose(plan.nodes, plan.forks).draft
         self._verify(plan, draft)
 
