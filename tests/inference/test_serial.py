@@ -52,6 +52,9 @@ class Script:
         self.opened.sequence.append(len(ids), prompt=True)
         return self._after(mx.array(ids[-1:])) if last else None
 
+    def size(self, rows: int) -> int:
+        return rows
+
     def rows(self, tokens: mx.array, parents: Path | None = None) -> mx.array:
         assert self.opened is not None
         assert self.started is None or self.started.parents is None, "of a tree a path is kept"

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
 import pytest
 from engines import build
 from speculating.oracle import LINEAR, Oracle, executor
 from tiny_models import make_tiny
 
+from worker.engine.draw import Draws
 from worker.engine.engine import EngineRequest, NumericError, Step, unheard
 from worker.engine.load import LoadedModel, load
 from worker.engine.sample import Sampling
+from worker.engine.verify_bank import SIZES
 from worker.speculation.executor import ROUTE
 from worker.speculation.ngram import Ngram
 from worker.width import Meta, WidthError, WidthGate, WidthPlan
@@ -151,4 +157,33 @@ def test_numbers_that_are_none_end_a_job_with_drafts_as_they_end_a_plain_one(
     wide.stop()
     assert got == answer[: len(got)]
     assert len(got) < 20
+    engine.index.pages.check()
+
+
+@pytest.mark.parametrize("sampling", samplings()[1:4:2], ids=lambda one: str(one.seed))
+def test_in_place_forwards_and_draws_run_the_sizes_that_are_compiled_and_no_other(
+    sampling: Sampling, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load(make_tiny("llama", tmp_path))
+    engine = build(loaded, prefill_rows=32, form="in place").engine
+    engine.forward.trees = True
+    request = EngineRequest(
+        prompt=tuple(place * 3 % 50 for place in range(40)), sampling=sampling, max_tokens=TOKENS, cache=False
+    )
+    answer = [step.token for step in run(engine, request, TOKENS)]
+    engine.stop()
+    seen: set[tuple[int, int]] = set()
+    rows = Draws.rows
+
+    def noted(draws: Draws, logits: mx.array, tokens: mx.array, *rest: Any) -> Any:
+        seen.add((logits.shape[0], tokens.size))
+        return rows(draws, logits, tokens, *rest)
+
+    monkeypatch.setattr(Draws, "rows", noted)
+    drafter = Oracle((*request.prompt, *answer), loaded.vocabulary, 0.25)
+    wide = executor(engine, drafter, clock=lambda: 0.0).run(WidthPlan(engine.forward.width), engine)
+    assert [step.token for step in run(wide, request, TOKENS)] == answer
+    widths = wide.stop().widths
+    assert set(widths) - set(SIZES), "rows are told as they were wanted"
+    assert seen <= {(size, size) for size in SIZES[1:]}
     engine.index.pages.check()

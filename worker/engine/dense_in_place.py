@@ -3,14 +3,17 @@
 MLX does not see a write in place. Within a forward the reader takes the writer's output; between two forwards the
 order comes from the data: tokens that the device has drawn come after the logits of the forward before, and a
 length that the host sets anew, which all kernels of a forward take, is made to depend on them, or on the moves of
-rows that were kept.
+rows that were kept. Of rows whose path the host has read there is nothing to come after: they are computed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
+from typing import cast
 
 import mlx.core as mx
+import numpy as np
 
 from worker.engine.forward import MAX_ROWS, Path, Started, branching, positions_within
 from worker.engine.packed import Layer, Packed
@@ -23,6 +26,8 @@ from worker.kernels.swiglu import swiglu
 from worker.kv.pages import Sequence
 from worker.kv.pool import Pool
 from worker.kv.prefix import Opened
+
+Moved = Callable[..., list[mx.array]]
 
 
 def never(array: mx.array) -> mx.array:
@@ -48,6 +53,8 @@ class DenseInPlace:
         self._packed = packed
         self._pool = pool
         self._kernels = switches.kernels
+        # A kernel for each layer: built anew each time, they would take the host longer than the device.
+        self._moved = cast("Moved", mx.compile(self._move_all)) if self.bank.in_place else self._move_all
         self.trees = switches.trees
         self.why_narrow = "" if switches.trees else "forwards over trees are switched off"
         # Room for the longest table, and never so short that MLX passes it by value.
@@ -56,7 +63,10 @@ class DenseInPlace:
         self._meta: mx.array | None = None
         # Length of the sequence and version of its table for which meta was made.
         self._meta_of = (-1, -1)
-        # What comes after all that was started.
+        # Meta as the host knows it, and the version of the table it holds.
+        self._host = np.zeros(self._width, dtype=np.int32)
+        self._host_of = -1
+        # What comes after all that was started; None where the host knows that it is computed.
         self._latest: mx.array | None = None
         # The latest rows that may still be taken back.
         self._open: Started | None = None
@@ -65,7 +75,11 @@ class DenseInPlace:
         """As in `Forward`."""
         self.end()
         self._pool.copy(opened.copies)
-        self._sequence = opened.sequence
+        self._sequence, self._host_of = opened.sequence, -1
+
+    def size(self, rows: int) -> int:
+        """As in `Forward`: a row count that is compiled."""
+        return size_for(rows)
 
     def read(self, ids: Ids[int], last: bool) -> mx.array | None:
         """As in `Forward`: exactly `prefill_rows` rows are computed, those beyond *ids* for nothing.
@@ -96,11 +110,13 @@ class DenseInPlace:
 
     def rows(self, tokens: mx.array, parents: Path | None = None) -> mx.array:
         """As in `Forward`."""
-        sequence, count = self._started(), tokens.size
+        sequence, given = self._started(), tokens.size
         assert self._open is None or self._open.parents is None, "of a tree a path is kept"
-        size = size_for(count)
-        if size > count:
-            tokens = mx.concatenate([tokens, mx.zeros((size - count,), dtype=tokens.dtype)])
+        count = given if parents is None else 1 + len(parents)
+        size = size_for(given)
+        assert count == given or size_for(count) == given, "rows have parents, but for padding"
+        if size > given:
+            tokens = mx.concatenate([tokens, mx.zeros((size - given,), dtype=tokens.dtype)])
         meta = self._meta
         if meta is None or self._meta_of != (sequence.length, sequence.version):
             meta = self._meta_at(sequence.length)
@@ -109,7 +125,7 @@ class DenseInPlace:
         sequence.append(count, prompt=False)
         self._meta, self._meta_of = after, (sequence.length + size - count, sequence.version)
         self._latest = logits
-        return logits if size == count else logits[:count]
+        return logits if size == given else logits[:given]
 
     def keep(self, path: Path) -> None:
         """As in `Forward`: in every layer a kernel moves the rows that have to."""
@@ -120,7 +136,7 @@ class DenseInPlace:
         # Pages that are parted from others here still hold these rows, and are not written.
         sources = [sequence.slot(done.start + row) for row in moved]
         copies = sequence.truncate(done.start + unmoved)
-        self._open = None
+        self._open = self._latest = None
         if copies:
             self.settle()
             self._pool.copy(copies)
@@ -132,9 +148,8 @@ class DenseInPlace:
 
     def settle(self) -> None:
         """As in `Forward`: the rows are in their pages once the latest forward has run."""
-        if self._latest is not None:
-            mx.eval(self._latest, self._pool.arrays)
-            self._latest = None
+        mx.eval([] if self._latest is None else self._latest, self._pool.arrays)
+        self._latest = None
 
     def end(self) -> None:
         """As in `Forward`."""
@@ -145,10 +160,11 @@ class DenseInPlace:
         """As in `Forward`."""
         for size in SIZES:
             self.rows(mx.zeros((size,), dtype=mx.uint32))
-            self.keep((0,))
             self.settle()
+            self.keep((0,))
         for size in TREE_SIZES if self.trees else ():
             self.rows(mx.zeros((size,), dtype=mx.uint32), (0,) * (size - 1))
+            self.settle()
             self.keep((0, 2))
             self.settle()
 
@@ -158,8 +174,13 @@ class DenseInPlace:
 
     def _meta_at(self, length: int) -> mx.array:
         """Meta of the sequence at *length*, after the latest forward. Unused places name its own last page."""
-        table = self._started().table
-        meta = mx.array([length, *table, *[table[-1]] * (self._width - 1 - len(table))], dtype=mx.int32)
+        sequence = self._started()
+        if self._host_of != sequence.version:
+            pages = len(sequence.table)
+            self._host[1 : 1 + pages], self._host[1 + pages :] = sequence.table, sequence.table[-1]
+            self._host_of = sequence.version
+        self._host[0] = length
+        meta = mx.array(self._host)
         return meta if self._latest is None else meta + never(self._latest)
 
     def _tree(self, size: int) -> mx.array | None:
@@ -170,15 +191,20 @@ class DenseInPlace:
         return trees_of.tree_array([-1, *self._open.parents, *[-1] * (size - self._open.count)])
 
     def _move(self, sources: list[int], targets: list[int]) -> None:
-        """Move rows from slots to slots; all that is started later comes after it."""
+        """Move computed rows from slots to slots; all that is started later comes after it."""
         # Always as many, so that there is one kernel.
         left_out = [-1] * (MAX_ROWS - len(sources))
         moves = mx.array([[*sources, *left_out], [*targets, *left_out]], dtype=mx.int32)
-        if self._latest is not None:
-            moves = moves + never(self._latest)
-        for number, array in enumerate(self._pool.arrays):
-            moves, self._pool.arrays[number] = move_rows(array, moves, use_kernel=self._kernels)
-        self._latest, self._meta = moves, None
+        self._latest, *moved = self._moved(moves, *self._pool.arrays)
+        self._pool.arrays, self._meta = moved or self._pool.arrays, None
+
+    def _move_all(self, moves: mx.array, *pools: mx.array) -> list[mx.array]:
+        """The moves once they are done in all layers, and the pools where they were not written in place."""
+        moved = []
+        for pool in pools:
+            moves, after = move_rows(pool, moves, use_kernel=self._kernels)
+            moved.append(after)
+        return [moves, *([] if self.bank.in_place else moved)]
 
     def _write(self, x: mx.array, layer: Layer, number: int, meta: mx.array) -> mx.array:
         """Queries T [B, H, D] of x T [B, K]; keys and values are written to the pool."""

@@ -100,6 +100,10 @@ class DenseTail:
         self._folded = sequence.length
         return logits
 
+    def size(self, rows: int) -> int:
+        """As in `Forward`: any count runs as it is."""
+        return rows
+
     def rows(self, tokens: mx.array, parents: Path | None = None) -> mx.array:
         """As in `Forward`."""
         sequence, count = self._started(), tokens.size

@@ -70,12 +70,16 @@ class Forward(Protocol):
             the rows are written, or will be before anything that is computed later reads them.
         """
 
+    def size(self, rows: int) -> int:
+        """How many rows run where *rows* are wanted: more where only some counts are compiled."""
+
     def rows(self, tokens: mx.array, parents: Path | None = None) -> mx.array:
         """Compute and write the next rows, one for each of *tokens*: uint32 [R], R from 1 to `MAX_ROWS`.
 
         Args:
             tokens: may be part of a graph if `one_ahead`; else the logits of the call before, or what was drawn
-                from them, must have been evaluated.
+                from them, must have been evaluated. Those behind the last row with a parent are padding, up to
+                `size`: computed for nothing, and no rows of the sequence.
             parents: of the rows from row 1 on, each a row before it; None, the row before. A row sees the sequence
                 and the rows of its path, and stands behind these. Other than a chain only if `trees`.
 
@@ -87,8 +91,9 @@ class Forward(Protocol):
     def keep(self, path: Path) -> None:
         """Of the latest `rows` only those of *path* were, one after the other; the others leave no trace.
 
-        Once for each `rows`, before anything else is called, but for `settle`. Does not wait, unless rows that
-        others rely on are taken back, or the lane computes the rows of the path again.
+        Once for each `rows`, before anything else is called, but for `settle`, and not before these are computed:
+        the path was read from what was drawn after them. Does not wait, unless rows that others rely on are taken
+        back, or the lane computes the rows of the path again.
 
         Args:
             path: rows, from row 0 on, each the parent of the next.

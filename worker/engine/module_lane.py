@@ -263,6 +263,10 @@ class ModuleForward:
             self._evaluate()
         return self._forward(_ids(ids[-1:]), 1, prompt=True) if last else None
 
+    def size(self, rows: int) -> int:
+        """As in `Forward`: any count runs as it is."""
+        return rows
+
     def rows(self, tokens: mx.array, parents: Path | None = None) -> mx.array:
         """As in `Forward`."""
         assert self._sequence is not None, "begin() comes first"

@@ -109,15 +109,17 @@ class SerialEngine:
         drawn = run.take_ahead()
         if not self.forward.one_ahead:
             run.decided.append(run.read(drawn))
-        tokens = mx.concatenate([drawn.token, mx.array(draft.tokens, dtype=mx.uint32)])
-        parents = None if draft.is_chain else draft.parents
+        # Padded here, so that forward and draw run the few sizes that were made ready, and nothing is cut off.
+        padding = (0,) * (self.forward.size(draft.width) - draft.width)
+        tokens = mx.concatenate([drawn.token, mx.array((*draft.tokens, *padding), dtype=mx.uint32)])
         first = place(run.opened.sequence.length + 1)
-        wide = run.draws.rows(self.forward.rows(tokens, parents), tokens, first, parents)
+        wide = run.draws.rows(self.forward.rows(tokens, draft.parents), tokens, first, draft.parents)
         assert wide.path is not None, "a draw of rows tells the path"
         mx.async_eval(wide.path, *(wide.top or ()))  # type: ignore[no-untyped-call]
-        if self.forward.one_ahead:
-            run.decided.append(run.read(drawn))
         last, *read = cast("list[int]", wide.path.tolist())
+        if self.forward.one_ahead:
+            # Drawn before: the wait was for both.
+            run.decided.append(run.read(drawn))
         path = draft.paths()[last]
         run.decided += [Step(draft.tokens[row - 1], _pairs(wide.top, draft.parents[row - 1])) for row in path[1:]]
         self.forward.keep(path)

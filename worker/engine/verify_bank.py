@@ -58,14 +58,15 @@ class VerifyBank:
     def __init__(self, packed: Packed, switches: Switches) -> None:
         self._packed = packed
         self._switches = switches
-        self._in_place = chosen(switches.kernels) is not None
+        self.in_place = chosen(switches.kernels) is not None
+        """Whether kernels write the pools."""
         self._compiled: dict[tuple[int, bool], Callable[..., list[mx.array]]] = {}
         self._steps: dict[tuple[int, int], mx.array] = {}
 
     @property
     def row_invariant(self) -> bool:
         """Whether a row's bits are the same whatever R is."""
-        return self._in_place and self._switches.matvec and all(map(matvec.serves, self._packed.weights))
+        return self.in_place and self._switches.matvec and all(map(matvec.serves, self._packed.weights))
 
     def run(
         self, tokens: mx.array, meta: mx.array, pools: list[mx.array], tree: mx.array | None = None
@@ -106,7 +107,7 @@ class VerifyBank:
             x = self._added(heads, layer.out, x)
             x = self._mlp(x, layer)
         logits = self._normed(x, packed.norm, packed.head)
-        return [logits, meta + self._step(tokens.size, meta.size), *([] if self._in_place else written)]
+        return [logits, meta + self._step(tokens.size, meta.size), *([] if self.in_place else written)]
 
     def _step(self, rows: int, width: int) -> mx.array:
         """What is added to meta: a constant of the compiled function."""
