@@ -120,7 +120,7 @@ class SerialEngine:
         if self.forward.one_ahead:
             # Drawn before: the wait was for both.
             run.decided.append(run.read(drawn))
-        path = draft.paths()[last]
+        path = draft.path(last)
         run.decided += [Step(draft.tokens[row - 1], _pairs(wide.top, draft.parents[row - 1])) for row in path[1:]]
         self.forward.keep(path)
         run.draws.accept(path)

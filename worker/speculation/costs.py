@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -72,15 +73,21 @@ class Measured:
     _factors: dict[int, float] = field(default_factory=lambda: dict.fromkeys(_KINDS, 1.0))
     _seen: set[int] = field(default_factory=set)
     _tables: dict[int, list[float]] = field(default_factory=dict)
+    # The steps at the place of the latest context, with the factors as they are; -1: nowhere.
+    _at: int = -1
+    _steps: list[float] = field(default_factory=list)
 
-    def steps(self, context: int) -> list[float]:
-        """Milliseconds of steps that verify 0, 1, ... `MAX_NODES` nodes; the first is one ahead of the host."""
+    def steps(self, context: int) -> Sequence[float]:
+        """Milliseconds of steps that verify 0, 1, ... `MAX_NODES` nodes; the first is one ahead of the host.
+
+        Good until the next call of any kind: a plain step must cost the host next to nothing here.
+        """
         place = context // _CONTEXTS
-        table = self._tables.get(place)
-        if table is None:
-            middle = place * _CONTEXTS + _CONTEXTS // 2
-            table = self._tables[place] = [self._table(middle, nodes) for nodes in range(MAX_NODES + 1)]
-        return [ms * self._factors[kind] for ms, kind in zip(table, _KINDS, strict=True)]
+        if place != self._at:
+            factors = self._factors
+            self._steps = [ms * factors[kind] for ms, kind in zip(self._uncorrected(place), _KINDS, strict=True)]
+            self._at = place
+        return self._steps
 
     def learn(self, context: int, nodes: int, ms: float) -> None:
         """A step that verified *nodes* took *ms*."""
@@ -90,11 +97,20 @@ class Measured:
         factor = self._factors[kind] * (1 + share * (ms / expected - 1))
         self._factors[kind] = min(max(factor, _LEAST), _MOST)
         if not kind:
+            self._steps[0] = self._tables[self._at][0] * self._factors[0]
             return
+        self._at = -1
         # What no step has shown yet is like the nearest that one has: they share the wait.
         self._seen.add(kind)
         for other in set(_KINDS[1:]) - self._seen:
             self._factors[other] = self._factors[min(self._seen, key=lambda one: abs(one - other))]
+
+    def _uncorrected(self, place: int) -> list[float]:
+        table = self._tables.get(place)
+        if table is None:
+            middle = place * _CONTEXTS + _CONTEXTS // 2
+            table = self._tables[place] = [self._table(middle, nodes) for nodes in range(MAX_NODES + 1)]
+        return table
 
     def _table(self, context: int, nodes: int) -> float:
         forward = self.costs.forward(context, nodes + 1)

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, Final, Protocol, Self
+from typing import Any, ClassVar, Final, NamedTuple, Protocol, Self
 
 MAX_NODES: Final = 15
 """A verify forward has at most 16 rows."""
+
+# The parents of chains by their nodes.
+_CHAINS: Final = tuple(tuple(range(nodes)) for nodes in range(MAX_NODES + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,8 @@ class Draft:
     @classmethod
     def chain(cls, tokens: Sequence[int]) -> Self:
         """Each token behind the one before it."""
-        return cls(tuple(tokens), tuple(range(len(tokens))))
+        count = len(tokens)
+        return cls(tuple(tokens), _CHAINS[count] if count <= MAX_NODES else tuple(range(count)))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -71,12 +75,21 @@ class Draft:
     @property
     def is_chain(self) -> bool:
         """No row has two children."""
-        return self.parents == tuple(range(len(self.parents)))
+        return self.parents == _CHAINS[len(self.parents)]
 
     @property
     def trunk(self) -> int:
         """How deep the trunk is: rows 1 to `trunk` follow each other."""
-        return next((node for node, parent in enumerate(self.parents) if parent != node), len(self.parents))
+        if self.is_chain:
+            return len(self.parents)
+        return next(node for node, parent in enumerate(self.parents) if parent != node)
+
+    def path(self, row: int) -> tuple[int, ...]:
+        """The rows from 0 down to *row*, both included."""
+        path = [row]
+        while path[-1]:
+            path.append(self.parents[path[-1] - 1])
+        return tuple(reversed(path))
 
     def paths(self) -> tuple[tuple[int, ...], ...]:
         """Of each row, row 0 first: the rows from 0 down to it, both included."""
@@ -114,8 +127,7 @@ def left_trunk(draft: Draft, path: Sequence[int]) -> int:
     return next(turns, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
+class Proposal(NamedTuple):
     """A draft, and how sure the drafter is of it.
 
     margins: for each depth that the trunk has, or would have were there no forks, as the drafter's `Traits` read

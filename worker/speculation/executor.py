@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from worker.engine.draw import NOT_A_NUMBER
 from worker.engine.engine import Engine, EngineRequest, Figures, PrefillProgress, Step
 from worker.engine.serial import SerialEngine
 from worker.speculation.costs import Measured
-from worker.speculation.draft import MAX_NODES, Draft, Drafter, Proposal, Terms, left_trunk
+from worker.speculation.draft import MAX_NODES, Draft, Drafter, Terms, left_trunk
 from worker.speculation.planner import Plan, Planner
 from worker.speculation.shadow import Shadow
 from worker.width import Meta, WideEngine, WidthPlan
@@ -183,17 +183,18 @@ class SpeculatingEngine:
         serial = self._serial
         if newest is None:
             whole = self._drafter.propose(min(limit + 1, MAX_NODES), 0)
+            # The first id is being drawn; no forks, for the text behind it is a guess.
+            plan = self._planner.plan(serial.position, whole.margins[1:])
         else:
             whole = self._drafter.propose(limit, _MOST_FORKS)
-        proposal = _behind_first(whole) if newest is None else whole
-        plan = self._planner.plan(serial.position, proposal.margins, proposal.turns)
+            plan = self._planner.plan(serial.position, whole.margins, whole.turns)
         self._outcome = _Outcome(plan)
         if not plan.nodes:
             self._shadow.take(whole)
             return
         self._shadow.drop()
         if newest is None:
-            draft = Draft.chain(proposal.draft.tokens[: plan.depth])
+            draft = Draft.chain(whole.draft.tokens[1 : 1 + plan.depth])
         else:
             draft = self._drafter.propose(plan.nodes, plan.forks).draft
         self._verify(plan, draft)
@@ -228,15 +229,9 @@ class SpeculatingEngine:
         self._outcome = _Outcome(plan, len(path) - 1, left_trunk(draft, path))
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
+class _Outcome(NamedTuple):
     """Of a step: what was planned, how deep the kept path is, and where it left the trunk."""
 
     plan: Plan
     accepted: int = 0
     turned: int = 0
-
-
-def _behind_first(proposal: Proposal) -> Proposal:
-    """What is left of a chain when its first token is being drawn: no forks, for the text behind it is a guess."""
-    return Proposal(Draft.chain(proposal.draft.tokens[1:]), proposal.margins[1:])

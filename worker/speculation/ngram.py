@@ -16,9 +16,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Final
 
 from worker.speculation.draft import MAX_NODES, Draft, Proposal, Terms, Traits
+
+_NOTHING: Final = Proposal()
 
 SHORT: Final = 2
 LONG: Final = 6
@@ -50,30 +53,36 @@ class _Index:
 
     size: int
     span: int
+    mask: int = field(init=False)
     key: int = 0
     young: dict[int, int] = field(default_factory=dict)
     old: dict[int, int] = field(default_factory=dict)
     before: array[int] = field(default_factory=lambda: array("i"))
 
+    def __post_init__(self) -> None:
+        # Ids of more bits would share keys: every match is compared with the text before it counts.
+        self.mask = (1 << _ID_BITS * self.size) - 1
+
     def add(self, ids: Sequence[int], place: int) -> None:
         """The text goes on, from *place*, with *ids*."""
-        # Ids of more bits would share keys: every match is compared with the text before it counts.
-        mask = (1 << _ID_BITS * self.size) - 1
-        key, young, old, before, first = self.key, self.young, self.old, self.before.append, self.size - 1
         for at, token in enumerate(ids, start=place):
-            key = (key << _ID_BITS | token) & mask
-            if at < first:
-                before(-1)
-                continue
-            latest = young.get(key, -1)
-            if latest < 0:
-                latest = old.get(key, -1)
-                if len(young) >= self.span:
-                    self.old = old = young
-                    self.young = young = {}
-            before(latest)
-            young[key] = at
-        self.key = key
+            self.push(token, at)
+
+    def push(self, token: int, at: int) -> None:
+        """The text goes on with *token* at the place *at*."""
+        self.key = key = (self.key << _ID_BITS | token) & self.mask
+        if at < self.size - 1:
+            self.before.append(-1)
+            return
+        young = self.young
+        latest = young.get(key, -1)
+        if latest < 0:
+            latest = self.old.get(key, -1)
+            if len(young) >= self.span:
+                self.old = young
+                self.young = young = {}
+        self.before.append(latest)
+        young[key] = at
 
 
 class Ngram:
@@ -96,9 +105,12 @@ class Ngram:
 
     def _clear(self) -> None:
         self._text = array("q")
-        self._indices = (_Index(LONG, self.span), _Index(SHORT, self.span))
+        self._long, self._short = _Index(LONG, self.span), _Index(SHORT, self.span)
         self._match: _Match | None = None
         self._searched = 0
+        # What `_places` gives, the longest match first, and the length of the text for which that was found.
+        self._known: tuple[tuple[int, int], ...] = ()
+        self._known_of = 0
 
     def begin(self, ids: Sequence[int], sampling: Any = None, terms: Terms | None = None) -> None:
         """A job begins with the prompt *ids*; how it is drawn changes nothing."""
@@ -116,42 +128,43 @@ class Ngram:
     def extend(self, ids: Sequence[int]) -> None:
         """*ids* became text: the match is followed or broken."""
         for token in ids:
-            self._follow(token)
-            self._add((token,))
+            if self._match is not None:
+                self._follow(self._match, token)
+            place = len(self._text)
+            self._text.append(token)
+            self._long.push(token, place)
+            self._short.push(token, place)
 
     def propose(self, limit: int, forks: int = 0) -> Proposal:
         """The continuation of the match, as the trunk, and of other places, as forks, where they differ from it.
 
         The trunk is at most twice as long as the match, and one.
         """
-        limit = min(limit, MAX_NODES)
-        if limit < 1:
-            return Proposal()
         match = self._latest()
-        if match is None:
-            return Proposal()
+        limit = min(limit, MAX_NODES)
+        if match is None or limit < 1:
+            return _NOTHING
         place, length = match.place, match.length
         trunk = self._continuation(place, min(limit, 2 * length + 1))
         margins = tuple(map(float, range(length, length + len(trunk))))
-        others = list(self._others(trunk)) if forks > 0 else []
+        if forks < 1:
+            return Proposal(Draft.chain(trunk), margins)
+        others = list(islice(self._others(trunk), forks))
         taken = others[: min(forks, (limit - 1) // self.traits.branch)]
-        # The trunk makes room for the forks, which are worth nothing below its end.
-        room = limit - sum(len(branch) for _, branch in taken)
-        trunk = trunk[: max(room, 1)]
-        draft = _tree(trunk, [one for one in taken if one[0] <= len(trunk)])
-        return Proposal(draft, margins, tuple(depth for depth, _ in others))
+        # The trunk makes room for the forks, but none of them may turn off below its end.
+        while taken and max(depth for depth, _ in taken) > limit - sum(len(branch) for _, branch in taken):
+            taken.pop()
+        trunk = trunk[: limit - sum(len(branch) for _, branch in taken)]
+        return Proposal(_tree(trunk, taken), margins, tuple(depth for depth, _ in others))
 
     def _add(self, ids: Sequence[int]) -> None:
         place = len(self._text)
         self._text.extend(ids)
-        for index in self._indices:
-            index.add(ids, place)
+        self._long.add(ids, place)
+        self._short.add(ids, place)
 
-    def _follow(self, token: int) -> None:
+    def _follow(self, match: _Match, token: int) -> None:
         """What the next id makes of the match."""
-        match = self._match
-        if match is None:
-            return
         self.compared += 1
         if self._text[match.place] == token:
             match.place += 1
@@ -161,16 +174,20 @@ class Ngram:
 
     def _latest(self) -> _Match | None:
         """The match that is followed, else what a search finds; there is one search for each end of the text."""
-        if self._match is None and self._searched < len(self._text):
-            self._searched = len(self._text)
-            self._match = self._search()
+        if self._match is None:
+            last = len(self._text) - 1
+            if self._searched <= last:
+                self._searched = last + 1
+                # Where even the last few ids are new there is nothing to search for.
+                if self._short.before[last] >= 0 or self._long.before[last] >= 0:
+                    self._match = self._search()
         return self._match
 
     def _places(self) -> Iterator[tuple[int, int]]:
         """Places behind which the text's last ids stand, and how many of these, the latest places first."""
         last = len(self._text) - 1
         seen = set()
-        for index in self._indices:
+        for index in (self._long, self._short):
             place = index.before[last] if last >= 0 else -1
             for _ in range(self.tries):
                 if place < 0:
@@ -211,9 +228,11 @@ class Ngram:
 
     def _others(self, trunk: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Other ways than the trunk, longest match first: the depth where each turns off, its ids from there."""
-        found = sorted(self._places(), key=lambda one: -one[1])
+        if self._known_of != len(self._text):
+            self._known = tuple(sorted(self._places(), key=lambda one: -one[1]))
+            self._known_of = len(self._text)
         turned = set()
-        for other, _ in found:
+        for other, _ in self._known:
             way = self._continuation(other, len(trunk) + self.traits.branch)
             depth = next((at for at, pair in enumerate(zip(trunk, way, strict=False)) if pair[0] != pair[1]), None)
             if depth is not None and (depth, way[depth]) not in turned:

@@ -16,10 +16,11 @@ No clock: times are told. Of a job nothing stays but the times.
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_right
+from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
 
 from worker.speculation.costs import Costs, Measured
 from worker.speculation.draft import MAX_NODES, Traits
@@ -43,8 +44,7 @@ _KEPT_FADES, _STALE_FADES, _PACE_FADES, _WATCHED_FADES = 0.975, 0.975, 0.97, 0.8
 _PRIOR_TESTS, _KIND_TESTS = 3.0, 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """What the next step verifies: *nodes* in all, *forks* of them with their branches beside the trunk.
 
     depth: of the trunk. kinds: of the margin of each depth. turns: depths of the forks. why: in words, where it is
@@ -88,24 +88,25 @@ class _Share:
 class _Acceptance:
     """By kind of margin, for the first depth and for all deeper ones, and by kind and depth.
 
-    The last kind: whatever the margin, for drafts not made yet. hope: the least that is believed before tests.
+    The last kind: whatever the margin, for drafts not made yet; those of a free drafter always are. hope: the
+    least that is believed before tests.
     """
 
     traits: Traits
-    kinds: dict[tuple[int, bool], _Share] = field(default_factory=dict)
-    depths: dict[tuple[int, int], _Share] = field(default_factory=dict)
+    kinds: defaultdict[tuple[int, bool], _Share] = field(default_factory=lambda: defaultdict(_Share))
+    depths: defaultdict[tuple[int, int], _Share] = field(default_factory=lambda: defaultdict(_Share))
     gained: _Share = field(default_factory=_Share)
     hope: float = 0.0
     now: int = 0
 
     def kind(self, margin: float | None) -> int:
         edges = self.traits.edges
-        return len(edges) + 1 if margin is None else sum(edge <= margin for edge in edges)
+        return len(edges) + 1 if margin is None else bisect_right(edges, margin)
 
     def learn(self, kind: int, depth: int, kept: bool) -> None:
-        for one in {kind, self.kind(None)}:
-            self.kinds.setdefault((one, depth > 1), _Share()).learn(kept, self.now)
-            self.depths.setdefault((one, depth), _Share()).learn(kept, self.now)
+        for one in (kind,) if self.traits.free else {kind, self.kind(None)}:
+            self.kinds[one, depth > 1].learn(kept, self.now)
+            self.depths[one, depth].learn(kept, self.now)
 
     def believed(self, kind: int) -> float:
         kept = self.traits.kept
@@ -247,12 +248,12 @@ class Planner:
         """
         assert margins, "a draft"
         drafted, draft_ms = len(margins), self.measured.costs.draft_ms
-        steps = self.measured.steps(plan.context)
+        steps = list(self.measured.steps(plan.context))
         steps[1:] = (ms + (drafted - nodes) * draft_ms for nodes, ms in enumerate(steps[1:], start=1))
         best, _ = self._best(plan.context, tuple(map(self._kept.kind, margins)), turns, steps)
         if not best.nodes:
-            best = replace(plan, nodes=min(plan.depth, drafted), depth=min(plan.depth, drafted), forks=0)
-        return replace(best, beside_ms=(drafted - best.nodes) * draft_ms)
+            best = plan._replace(nodes=min(plan.depth, drafted), depth=min(plan.depth, drafted), forks=0)
+        return best._replace(beside_ms=(drafted - best.nodes) * draft_ms)
 
     def told(self, plan: Plan, accepted: int, ms: float, turned: int = 0) -> None:
         """The step of *plan* took *ms* and kept *accepted* nodes, the depth that its path reached.

@@ -28,7 +28,7 @@ class Shadow:
 
     def take(self, proposal: Proposal) -> None:
         """*proposal* stands behind the text; it is watched if none is."""
-        if self._ids:
+        if self._ids or not proposal.margins:
             return
         trunk = proposal.draft.trunk
         self._ids, self._margins, self._kept = proposal.draft.tokens[:trunk], proposal.margins[:trunk], 0
