@@ -32,12 +32,12 @@ from ways import (
 
 from mtplx.settings import SchedulerMode, Settings
 from worker.engine.build import IN_PLACE, Options, build
-from worker.engine.geometry import Geometry
+from worker.engine.geometry import Extent, Geometry, measure
 from worker.engine.load import LoadedModel, load, resolve_model
 from worker.engine.packed import pack
 from worker.engine.self_check import Sizes, prepare
 from worker.engine.serial import SerialEngine
-from worker.engine.verify_bank import SIZES
+from worker.engine.verify_bank import SIZES, Switches
 from worker.kernels.dialect import target
 from worker.speculation.build import width
 from worker.speculation.costs import Costs
@@ -48,6 +48,8 @@ from worker.width import WidthExecutor
 PLAIN, TREE, CHAIN, PEER = "plain", "planned", "planned, chains alone", "mlx-lm"
 KV_BYTES = 2**30
 DRAFTS = (2, 4)
+# Ids of mlx-lm's loops before they are timed.
+PEER_WARM = 6
 
 
 @dataclass
@@ -91,11 +93,27 @@ class Form:
                 ways[f"{PEER}, {count} drafted by {words}"] = partial(peer_speculation, self.model, draft, count)
         return ways
 
+    def by_products(self) -> tuple[SerialEngine, dict[int, float]]:
+        """An engine by MLX's own products, on whose rows nothing is promised; by rows how far the first one moves.
+
+        Without a GPU the engine that there is.
+        """
+        switches = Switches(matvec=False)
+        form = IN_PLACE if target() is not None else None
+        options = Options(kv_bytes=KV_BYTES, form=form, switches=switches, trees=True)
+        serial, _ = build(self.loaded, options)
+        serial.warm_up()
+        extent = Extent(rows=SIZES, contexts=(64,), steps=2, turns=1)
+        found = measure(serial.forward, serial.index.pages, extent, time.perf_counter)
+        return serial, dict(zip(found.rows, found.moved, strict=True))
+
     def warm(self, prompt: Prompt) -> None:
         """Run every way twice, so that what is compiled at first use is no part of a round."""
         for temperature in (0.0, prompt.temperature):
-            for way in (*self.ours().values(), *self.peers().values()):
+            for way in self.ours().values():
                 way(replace(prompt, temperature=temperature))
+            for way in self.peers().values():
+                way(replace(prompt, temperature=temperature, tokens=PEER_WARM))
 
 
 def real(name: str, folder: Path | None, kernels: Path | None) -> Form:

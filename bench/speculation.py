@@ -3,9 +3,14 @@
 Four kinds of text (bench/conversations.py) at temperatures 0 and 0.7, in bfloat16 and at 4 bits: our plain decode;
 ours with prompt lookup as a worker runs it, with trees and with chains alone; every fixed choice of bench/ways.py;
 mlx-lm's generate_step and its speculative_generate_step, whose drafts are made by the model's first six layers
-and, of the bfloat16 form, by its 4-bit form. All in turns; medians of ids a second. Every answer of ours must
-be the plain one. Part "equal" does this over many short prompts; part "published" replays the answers on published
-costs of other devices.
+and, of the bfloat16 form, by its 4-bit form. Fixed choices are swept first; the best chain and the best tree then
+run beside ours in many rounds. Ratios are medians of ratios of runs that were neighbours in one round; speeds are
+medians of ids a second. "A step with a draft" is what is left of a way's time when its other steps take as long as
+plain ones. mlx-lm's loops with drafts run once, over few ids: acceptance is the figure there.
+
+Every answer of ours must be the plain one. Part "equal" does this over many short prompts; part "near-ties" counts
+the answers that differ where rows are not invariant, over MLX's own products; part "published" replays the answers
+on published costs of other devices.
 
 A machine that takes 64 MiB at a time gets the weights in two parts, of which the second leaves room for MLX's CUDA
 build and the kernels of bench/precompile.py; the second call comes right after the first:
@@ -20,13 +25,10 @@ build and the kernels of bench/precompile.py; the second call comes right after 
 
 from __future__ import annotations
 
-import statistics
 import sys
 import tempfile
-import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 
 import click
@@ -40,74 +42,57 @@ import random_prompts  # noqa: E402
 from conversations import CODE, SUMMARY, conversations  # noqa: E402
 from decode import Clock, Report, device  # noqa: E402
 from forms import Form  # noqa: E402
-from ways import CHAINS, TREES, Answer, Prompt, Way, plain  # noqa: E402
+from rounds import Asked, Rounds, Tally  # noqa: E402
+from ways import CHAINS, TREES, Answer, Prompt, Way, forced, plain  # noqa: E402
 
 from worker.kernels import disk_cache  # noqa: E402
 from worker.kernels.dialect import target  # noqa: E402
 
 TEMPERATURES = (0.0, 0.7)
-PARTS = ("equal", "texts", "published")
+PARTS = ("equal", "near-ties", "texts", "published")
 # Of our plain decode, by kind; of mlx-lm's, of the best fixed choice, of the best chain on so many kinds.
 GOALS, LEAST = {CODE: 2.0, SUMMARY: 1.4}, 0.97
 OVER_PEER, OF_FIXED, OVER_CHAIN, KINDS_WON = 8.0, 0.95, 1.05, 2
 PLAIN, TREE, CHAIN, PEER = forms.PLAIN, forms.TREE, forms.CHAIN, forms.PEER
+MAIN = (PLAIN, TREE, CHAIN)
+NEAR = "median of neighbouring runs"
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured. peer_tokens: of mlx-lm's answers. seconds: of a kind at a temperature, after 2 rounds.
+    """How much is measured.
 
-    prompts: random ones, at each of `warmths`. kinds: how many.
+    tokens, peer_tokens, drafted: of an answer of ours, of mlx-lm's plain loop, of its loop with drafts.
+    sweeps: rounds of the fixed choices. rounds, seconds: of the ways that are compared, at least and about.
+    prompts: random ones, at each of `warmths`, answered by `short` ids. near: those without row invariance.
+    kinds: how many.
     """
 
     tokens: int = 128
-    peer_tokens: int = 64
-    seconds: float = 12.0
-    rounds: int = 7
+    peer_tokens: int = 48
+    drafted: int = 10
+    sweeps: int = 2
+    rounds: int = 3
+    seconds: float = 6.5
     prompts: int = 200
+    short: int = 20
     warmths: tuple[float, ...] = (0.0, 0.7, 1.0)
+    near: int = 60
     kinds: int = 4
 
 
-TRIAL = Effort(tokens=20, peer_tokens=10, seconds=0.0, rounds=1, prompts=4, warmths=(0.7,), kinds=1)
-
-
-@dataclass
-class Tally:
-    """What one way came to: ids a second of each round, and the answers of the latest."""
-
-    rates: list[float] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
-    right: int = 0
-    all: int = 0
-
-    @property
-    def median(self) -> float:
-        """Ids a second."""
-        return statistics.median(self.rates)
-
-    def total(self, name: str) -> int:
-        """The sum over the answers of the latest round."""
-        return sum(getattr(one, name) for one in self.answers)
-
-    @property
-    def forwards_per_token(self) -> float:
-        """Forwards of the target for each id."""
-        return self.total("forwards") / sum(len(one.ids) for one in self.answers)
-
-    @property
-    def depths(self) -> list[int]:
-        """Drafts that were kept down to each depth."""
-        return [sum(counts) for counts in zip_longest(*(one.depths for one in self.answers), fillvalue=0)]
-
-    @property
-    def widths(self) -> dict[int, int]:
-        """Forwards by rows."""
-        found: dict[int, int] = {}
-        for one in self.answers:
-            for rows, count in one.widths.items():
-                found[rows] = found.get(rows, 0) + count
-        return dict(sorted(found.items()))
+TRIAL = Effort(
+    tokens=20,
+    peer_tokens=10,
+    drafted=6,
+    sweeps=1,
+    rounds=2,
+    seconds=0.0,
+    prompts=4,
+    warmths=(0.7,),
+    near=3,
+    kinds=1,
+)
 
 
 def equal(report: Report, form: Form, effort: Effort) -> None:
@@ -117,7 +102,7 @@ def equal(report: Report, form: Form, effort: Effort) -> None:
         right = drafted = kept = 0
         made = random_prompts.prompts(form.loaded.vocabulary, effort.prompts)
         for place, ids in enumerate(made):
-            prompt = Prompt(tuple(ids), 32, temperature, seed=place)
+            prompt = Prompt(tuple(ids), effort.short, temperature, seed=place)
             want, got = plain(form.serial)(prompt), ways[place % len(ways)](prompt)
             right += want.ids == got.ids
             drafted, kept = drafted + got.drafted, kept + got.accepted
@@ -129,6 +114,28 @@ def equal(report: Report, form: Form, effort: Effort) -> None:
         report.add(f"{title}: ids kept", kept, "", None, "higher")
         click.echo(f"  {title}: {right} of {effort.prompts} equal, {kept} of {drafted} drafted ids kept", err=True)
         report.save()
+
+
+def near_ties(report: Report, form: Form, effort: Effort) -> None:
+    """MLX's own products: rows round by their number, and an answer may part from the plain one at a near-tie."""
+    serial, moved = form.by_products()
+    for rows, share in moved.items():
+        report.add(f"{form.title}, MLX's products: first row's logits move in a forward of {rows} rows", share, "")
+    ways = [forced(serial, form.costs, one) for one in (*CHAINS, *TREES)]
+    for temperature in TEMPERATURES:
+        other = drafted = 0
+        for place, ids in enumerate(random_prompts.prompts(form.loaded.vocabulary, effort.near)):
+            prompt = Prompt(tuple(ids), effort.short, temperature, seed=place)
+            want, got = plain(serial)(prompt), ways[place % len(ways)](prompt)
+            other, drafted = other + (want.ids != got.ids), drafted + got.drafted
+        title = f"{form.title}, MLX's products, random prompts, temperature {temperature:g}"
+        report.add(f"{title}: answers that differ with drafts", other, f"of {effort.near}")
+        report.add(f"{title}: ids drafted", drafted, "", None, "higher")
+        click.echo(f"  {title}: {other} of {effort.near} answers differ, {drafted} ids drafted", err=True)
+    click.echo(
+        f"  logits moved, by rows: {', '.join(f'{n}: {share:.2g}' for n, share in moved.items())}", err=True
+    )
+    report.save()
 
 
 def answered(form: Form, temperature: float, kind: str, effort: Effort) -> list[tuple[Prompt, list[int]]]:
@@ -144,30 +151,6 @@ def answered(form: Form, temperature: float, kind: str, effort: Effort) -> list[
     return found
 
 
-def run(way: Way, asked: list[tuple[Prompt, list[int]]], tally: Tally) -> None:
-    """One round of one way over all prompts of a kind."""
-    tally.answers = [way(prompt) for prompt, _ in asked]
-    tally.rates.append(sum(one.counted for one in tally.answers) / sum(one.seconds for one in tally.answers))
-    tally.right += sum(one.ids == ids for one, (_, ids) in zip(tally.answers, asked, strict=True))
-    tally.all += len(asked)
-
-
-def rounds(form: Form, asked: list[tuple[Prompt, list[int]]], effort: Effort) -> dict[str, Tally]:
-    """All ways in turns; mlx-lm's in every second round, over the beginning of the answers."""
-    ways, peers = form.ours(), form.peers()
-    short = [(replace(prompt, tokens=min(prompt.tokens, effort.peer_tokens)), ids) for prompt, ids in asked]
-    tallies = {name: Tally() for name in (*ways, *peers)}
-    began = time.perf_counter()
-    for turn in range(effort.rounds):
-        if turn > 1 and time.perf_counter() - began > effort.seconds * (turn / (turn + 1)):
-            break
-        for name, way in ways.items():
-            run(way, asked, tallies[name])
-        for name, way in peers.items() if turn % 2 == 0 else ():
-            run(way, short, tallies[name])
-    return tallies
-
-
 def texts(report: Report, form: Form, effort: Effort) -> None:
     """All kinds at both temperatures."""
     form.warm(Prompt(tuple(form.ids(conversations()[0])), 24, TEMPERATURES[-1]))
@@ -177,10 +160,8 @@ def texts(report: Report, form: Form, effort: Effort) -> None:
             asked = answered(form, temperature, kind, effort)
             if temperature == 0:
                 form.answers[kind] = [(list(prompt.ids), ids) for prompt, ids in asked]
-            tallies = rounds(form, asked, effort)
             title = f"{form.title}, {kind}, temperature {temperature:g}"
-            details(report, title, tallies)
-            won += compared(report, title, kind, tallies) >= OVER_CHAIN
+            won += measured(report, form, title, asked, effort) >= OVER_CHAIN
             report.save()
         title = f"{form.title}, temperature {temperature:g}"
         report.add(
@@ -189,65 +170,89 @@ def texts(report: Report, form: Form, effort: Effort) -> None:
         report.save()
 
 
-def details(report: Report, title: str, tallies: dict[str, Tally]) -> None:
-    """What each way came to."""
-    for name, tally in tallies.items():
-        report.add(f"{title}: {name}", tally.median, "ids/s", None, "higher")
-        report.add(f"{title}: {name}, forwards per id", tally.forwards_per_token, "", None)
-        drafted, depths = tally.total("drafted"), tally.depths
-        if not drafted:
-            continue
-        report.add(
-            f"{title}: {name}, drafted ids kept", tally.total("accepted") / drafted, "share", None, "higher"
-        )
+def shortened(tokens: int, way: Way, prompt: Prompt) -> Answer:
+    """The beginning of an answer."""
+    return way(replace(prompt, tokens=min(prompt.tokens, tokens)))
+
+
+def measured(report: Report, form: Form, title: str, asked: Asked, effort: Effort) -> float:
+    """The ways over one kind of text; how many times as fast as the best chain the best trees are."""
+    ours, peers = form.ours(), form.peers()
+    sweep, beside, ran = Rounds(asked), Rounds(asked), Rounds(asked)
+    sweep.run({name: way for name, way in ours.items() if name not in (TREE, CHAIN)}, effort.sweeps)
+    chain, tree = (sweep.fastest([one.title for one in choices]) for choices in (CHAINS, TREES))
+    # Not the rounds in which they were found to be the best.
+    ran.run({name: ours[name] for name in (*MAIN, chain, tree)}, effort.rounds, effort.seconds)
+    beside.run({TREE: ours[TREE], PEER: partial(shortened, effort.peer_tokens, peers.pop(PEER))}, effort.sweeps)
+    beside.run({name: partial(shortened, effort.drafted, way) for name, way in peers.items()}, 1)
+    ways = len(sweep.tallies) + len(ran.tallies)
+    right, whole = (
+        sum(getattr(one, part) for rounds in (sweep, ran) for one in rounds.tallies.values())
+        for part in ("right", "all")
+    )
+    report.add(f"{title}: answers equal to plain ones, {ways} ways", right, f"of {whole}", whole, "higher")
+    click.echo(f"  {title}: {right} of {whole} answers equal to plain ones", err=True)
+    for rounds in (sweep, ran, beside):
+        for name, tally in rounds.tallies.items():
+            if rounds is ran or name not in ran.tallies:
+                details(report, f"{title}: {name}", tally, rounds.tallies.get(PLAIN))
+    over_peer = beside.over(TREE, PEER)
+    goal = OVER_PEER if CODE in title else None
+    report.add(f"{title}: planned / mlx-lm plain, {NEAR}", over_peer, "x", goal, "higher")
+    return compared(report, title, ran, (chain, tree))
+
+
+def details(report: Report, title: str, tally: Tally, plain_ones: Tally | None) -> None:
+    """What one way came to. plain_ones: of the same rounds."""
+    report.add(title, tally.median, "ids/s", None, "higher")
+    report.add(f"{title}, forwards per id", tally.forwards_per_token, "")
+    report.add(f"{title}, a forward", tally.ms, "ms")
+    line = f"{tally.median:.0f} ids/s, {tally.ms:.3f} ms a forward"
+    drafted, depths = tally.total("drafted"), tally.depths
+    if drafted:
+        if plain_ones is not None:
+            report.add(f"{title}, a step with a draft", tally.draft_ms(plain_ones), "ms")
+            line += f", {tally.draft_ms(plain_ones):.2f} ms with a draft"
+        kept = tally.total("accepted") / drafted
+        report.add(f"{title}, drafted ids kept", kept, "share", None, "higher")
+        line += f", {kept:.2f} kept of {drafted}; widths {tally.widths}, depths {depths}"
+        of_all = [sum(tally.widths.values()) - tally.widths.get(1, 0), *depths]
         for depth, count in enumerate(depths, start=1):
-            above = depths[depth - 2] if depth > 1 else sum(tally.widths.values()) - tally.widths.get(1, 0)
-            if name in (TREE, CHAIN) or name.startswith(PEER):
-                share = count / above if above else 0.0
-                report.add(
-                    f"{title}: {name}, kept at depth {depth} of those kept above", share, "", None, "higher"
-                )
-        if name == TREE:
-            for rows, count in tally.widths.items():
-                report.add(f"{title}: {name}, forwards of {rows} rows", count, "", None)
-            report.add(f"{title}: {name}, forks tried", tally.total("forks"), "", None)
-            report.add(f"{title}: {name}, forks won", tally.total("fork_wins"), "", None)
-            report.add(f"{title}: {name}, steps that left a draft alone", tally.total("off_steps"), "", None)
+            share = count / of_all[depth - 1] if of_all[depth - 1] else 0.0
+            report.add(f"{title}, kept at depth {depth} of those kept above", share, "", None, "higher")
+        for rows, count in tally.widths.items():
+            report.add(f"{title}, forwards of {rows} rows", count, "")
+        for name, words in {
+            "forks": "forks tried",
+            "fork_wins": "forks won",
+            "off_steps": "drafts left alone",
+        }.items():
+            report.add(f"{title}, {words}", tally.total(name), "")
+    click.echo(f"    {title.rsplit(': ', maxsplit=1)[-1]}: {line}", err=True)
 
 
-def compared(report: Report, title: str, kind: str, tallies: dict[str, Tally]) -> float:
-    """The figures with goals; how many times as fast as the best chain the best trees are."""
-    ours = [name for name in tallies if not name.startswith(PEER)]
-    right, whole = (sum(getattr(tallies[name], part) for name in ours) for part in ("right", "all"))
-    report.add(f"{title}: answers equal to plain ones, all ways", right, f"of {whole}", whole, "higher")
-    speed = {name: tally.median for name, tally in tallies.items()}
-    chain = max((one.title for one in CHAINS), key=speed.__getitem__)
-    tree = max((TREE, *(one.title for one in TREES)), key=speed.__getitem__)
-    fixed = max((one.title for one in (*CHAINS, *TREES)), key=speed.__getitem__)
-    over_plain, over_peer = speed[TREE] / speed[PLAIN], speed[TREE] / speed[PEER]
-    of_fixed, over_chain = speed[TREE] / speed[fixed], speed[tree] / speed[chain]
-    report.add(f"{title}: planned / our plain", over_plain, "x", GOALS.get(kind, LEAST), "higher")
-    goal = OVER_PEER if kind == CODE else None
-    report.add(f"{title}: planned / mlx-lm plain", over_peer, "x", goal, "higher")
-    report.add(f"{title}: planned / best fixed choice ({fixed})", of_fixed, "x", OF_FIXED, "higher")
-    report.add(f"{title}: best trees ({tree}) / best chain ({chain})", over_chain, "x", None, "higher")
+def compared(report: Report, title: str, ran: Rounds, best: tuple[str, str]) -> float:
+    """The ratios of ours, most with goals; how many times as fast as the best chain the best trees are.
+
+    best: the fastest fixed chain and tree of the sweep.
+    """
+    tallies, chain = ran.tallies, best[0]
+    tree, fixed = ran.fastest((TREE, best[1])), ran.fastest(best)
+    over_plain, of_fixed, over_chain = ran.over(TREE, PLAIN), ran.over(TREE, fixed), ran.over(tree, chain)
+    goal = next((goal for kind, goal in GOALS.items() if kind in title), LEAST)
+    report.add(f"{title}: planned / our plain, {NEAR}", over_plain, "x", goal, "higher")
+    report.add(f"{title}: chains planned / our plain, {NEAR}", ran.over(CHAIN, PLAIN), "x", None, "higher")
+    report.add(f"{title}: planned / best fixed choice ({fixed}), {NEAR}", of_fixed, "x", OF_FIXED, "higher")
+    report.add(f"{title}: best trees ({tree}) / best chain ({chain}), {NEAR}", over_chain, "x", None, "higher")
     # What forks bring is ids a forward; what they cost is time a forward.
     per = {name: 1 / tallies[name].forwards_per_token for name in (chain, tree)}
-    cost = (per[tree] / speed[tree]) / (per[chain] / speed[chain])
+    cost = tallies[tree].ms / tallies[chain].ms
     report.add(f"{title}: best trees / best chain, ids a forward", per[tree] / per[chain], "x", None, "higher")
-    report.add(f"{title}: best trees / best chain, time a forward", cost, "x", None)
-    peers = [
-        f"{name.removeprefix(PEER).lstrip(', ') or 'plain'} {speed[name]:.0f}"
-        for name in tallies
-        if name.startswith(PEER)
-    ]
+    report.add(f"{title}: best trees / best chain, time a forward", cost, "x")
     click.echo(
-        f"  {title}: plain {speed[PLAIN]:.0f}, planned {speed[TREE]:.0f} ({over_plain:.2f} x plain,"
-        f" {over_peer:.2f} x mlx-lm, {of_fixed:.3f} x fixed), chains planned {speed[CHAIN]:.0f};"
-        f" best chain {chain} {speed[chain]:.0f}, best tree {tree} {speed[tree]:.0f} ({over_chain:.3f} x;"
-        f" ids a forward {per[tree]:.2f} / {per[chain]:.2f}, time {cost:.3f} x); {right} of {whole} equal;"
-        f" mlx-lm: {', '.join(peers)};"
-        f" widths {tallies[TREE].widths}, depths {tallies[TREE].depths}",
+        f"    {len(tallies[PLAIN].rates)} rounds: planned {over_plain:.3f} x plain, {of_fixed:.3f} x {fixed},"
+        f" chains planned {ran.over(CHAIN, PLAIN):.3f} x plain; {tree} {over_chain:.3f} x {chain}"
+        f" (ids a forward {per[tree]:.2f} / {per[chain]:.2f}, time a forward {cost:.3f} x)",
         err=True,
     )
     return over_chain
@@ -270,7 +275,7 @@ def account(report: Report, form: Form) -> None:
 @click.option("--folder", type=click.Path(path_type=Path), help="Both forms, as pack_model.py writes them.")
 @click.option("--forms", "names", default="bf16,4bit", show_default=True, help="Which, by comma.")
 @click.option("--parts", default=",".join(PARTS), show_default=True, help="Which, by comma.")
-@click.option("--seconds", default=12.0, show_default=True, help="Of one kind at one temperature, about.")
+@click.option("--seconds", default=6.5, show_default=True, help="Of what is compared on a kind at a temperature.")
 @click.option(
     "--tiny", is_flag=True, help="Tiny models of random weights, on any device: a trial of this program."
 )
@@ -292,6 +297,7 @@ def main(folder: Path | None, names: str, parts: str, seconds: float, copy: Path
         account(report, form)
         for words, part in {
             "equal": partial(equal, report, form, effort),
+            "near-ties": partial(near_ties, report, form, effort),
             "texts": partial(texts, report, form, effort),
             "published": partial(forms.published, report, form),
         }.items():
