@@ -242,8 +242,8 @@ def compared(report: Report, title: str, ran: Rounds, best: tuple[str, str]) -> 
     goal = next((goal for kind, goal in GOALS.items() if kind in title), LEAST)
     report.add(f"{title}: planned / our plain, {NEAR}", over_plain, "x", goal, "higher")
     report.add(f"{title}: chains planned / our plain, {NEAR}", ran.over(CHAIN, PLAIN), "x", None, "higher")
-    report.add(f"{title}: planned / best fixed choice ({fixed}), {NEAR}", of_fixed, "x", OF_FIXED, "higher")
-    report.add(f"{title}: best trees ({tree}) / best chain ({chain}), {NEAR}", over_chain, "x", None, "higher")
+    report.add(f"{title}: planned / best fixed choice, {NEAR}", of_fixed, "x", OF_FIXED, "higher")
+    report.add(f"{title}: best trees / best chain, {NEAR}", over_chain, "x", None, "higher")
     # What forks bring is ids a forward; what they cost is time a forward.
     per = {name: 1 / tallies[name].forwards_per_token for name in (chain, tree)}
     cost = tallies[tree].ms / tallies[chain].ms
