@@ -7,6 +7,7 @@ MLX's own quantised matrix products, each of which takes a minute to compile; SI
 unpacked, with its headers, and with their text in its library. What is in FOLDER already stays. The names of
 kernels depend on FOLDER, which their texts name: it has the same path where they run. For the bench of
 speculation: --models smol-bf16,smol-real-4bit, and --tiles 64: it has prompts alone computed by these products.
+For the bench of the kernels: --sweep, which has no models.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ import mlx.core as mx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import kernels
 import models
 import rig
+import sweep
 from cuda_text import Module, recording
 
 from worker.engine.dense_in_place import DenseInPlace
@@ -64,6 +67,14 @@ def ours(shape: models.Shape) -> dict[str, Module]:
         for moves in (MAX_ROWS, MOST):
             move_rows(one.pool.arrays[0], mx.zeros((2, moves), mx.int32))
         return dict(found)
+
+
+def swept() -> dict[str, Module]:
+    """The kernels of the sweep, and of what is timed; with them MLX's product that a timed one stands beside."""
+    with recording() as found:
+        sweep.launch_all()
+        kernels.time_all(kernels.Once())
+    return found | {one.name: one for one in products(models.GROUP, models.BITS, TILES[:1])}
 
 
 def read(one: rig.Rig, lane: DenseInPlace) -> None:
@@ -172,14 +183,15 @@ def compile_all(modules: list[Module], site: Path, out: Path, arch: str) -> None
 @click.option("--arch", default="sm_90a", show_default=True, help="Of the device; MLX adds the a from sm_90 on.")
 @click.option("--models", "names", default=",".join(models.SHAPES), help="Which, by comma.")
 @click.option("--tiles", default=",".join(map(str, TILES)), show_default=True, help="Of MLX's products, by comma.")
-def main(site: Path, out: Path, arch: str, names: str, tiles: str) -> None:
+@click.option("--sweep", "sweeping", is_flag=True, help="What the bench of the kernels needs, and no models.")
+def main(*, site: Path, out: Path, arch: str, names: str, tiles: str, sweeping: bool) -> None:
     """Compile for a GPU that is elsewhere."""
     # Lanes ask what they would launch on.
     dialect.target = lambda: "cuda"
     out.mkdir(parents=True, exist_ok=True)
     dialect.keep_texts(out)
-    modules: dict[str, Module] = {}
-    for name in names.split(","):
+    modules: dict[str, Module] = swept() if sweeping else {}
+    for name in () if sweeping else names.split(","):
         before, shape = len(modules), (models.SHAPES | models.REAL)[name]
         modules |= ours(shape)
         click.echo(f"{name}: {len(modules) - before} kernels")

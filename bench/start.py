@@ -2,8 +2,8 @@
 
     python bench/start.py MODEL
 
-loads the model of a folder that `save` wrote, builds the engine as a worker does, warms it up, and tells the time
-of day and what the engine is.
+loads the model of a folder that `save` wrote, builds the engine as a worker does, warms it up, and tells the times
+of day at which it had done what, and what the engine is.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from worker.engine.verify_bank import SIZES
 from worker.kernels import disk_cache
 
 LIMIT_S = 240.0
+WARM = "draws of drafts warm"
 
 
 def save(shape: models.Shape, where: Path) -> None:
@@ -60,23 +61,41 @@ def timed(where: Path, kernels: Path) -> tuple[float, str]:
     if done.returncode:
         raise SystemExit(f"the engine did not start:\n{done.stderr[-2000:]}")
     told = json.loads(done.stdout.splitlines()[-1])
-    return told["at"] - began, ", ".join(f"{key} {value}" for key, value in told["info"].items())
+    line = ", ".join(f"{what} after {at - began:.1f} s" for what, at in told["times"].items())
+    info = ", ".join(f"{key} {value}" for key, value in told["info"].items())
+    return told["times"][WARM] - began, f"{line}; {info}"
 
 
 def main() -> None:
     """Be ready, and say when."""
+    times = {"imports": time.time()}
+
+    def done(what: str) -> None:
+        times.setdefault(what, time.time())
+
     where = Path(sys.argv[1])
     kernels = disk_cache.open_folder(where.parent)
     module, config = load_model(where)
     shape = models.Shape(title="model", config=config, quantised="quantization" in config)
     loaded = models.loaded(shape, module)
+    done("model loaded")
     # As a worker in hyper mode, which verifies drafts, trees among them.
     with compiling(Wanted.of(loaded, SIZES), kernels) as compiled:
-        engine, info = build(loaded, Options(kernel_folder=kernels, before_memory=compiled, trees=True))
+        done("children started")
+
+        def collected() -> None:
+            done("self-check done")
+            compiled()
+            done("children collected")
+
+        engine, info = build(loaded, Options(kernel_folder=kernels, before_memory=collected, trees=True))
+        done("engine built")
         compiled()
         engine.warm_up()
+    done("engine warm")
     warm_rows(loaded.width, loaded.vocabulary, loaded.dtype, SIZES[1:])
-    print(json.dumps({"at": time.time(), "info": {key: info[key] for key in ("lane", "form", "why", "kernels")}}))
+    done(WARM)
+    print(json.dumps({"times": times, "info": {key: info[key] for key in ("lane", "form", "why", "kernels")}}))
 
 
 if __name__ == "__main__":

@@ -294,6 +294,13 @@ def test_the_child_itself_draws_its_kind(tmp_path: Path) -> None:
         assert process.wait(120) == 0
 
 
+def test_the_child_starts_without_the_packages_that_take_seconds() -> None:
+    code = "import sys, worker.engine.draw_child; print({'mlx_lm', 'transformers'} & {*sys.modules})"
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PATH": os.environ["PATH"]}
+    done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
 def test_a_child_ends_when_its_parent_does(tmp_path: Path) -> None:
     code = "import sys; from pathlib import Path; from worker.engine.draw_child import _attend; _attend(Path(sys.argv[1]))"
     kernel(tmp_path / "1", "done", "theirs")

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Self
 
 import mlx.core as mx
-from mlx_lm.sample_utils import apply_top_k, apply_top_p
 
 from worker.engine.draw_tree import Tree, accepted
+from worker.engine.filters import apply_top_k, apply_top_p
 from worker.engine.sample import LEAST_TOP_P, Sampling, gumbel_of, key, words
 
 NOT_A_NUMBER: Final = 0xFFFFFFFF

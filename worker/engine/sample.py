@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import mlx.core as mx
-from mlx_lm.sample_utils import apply_top_k, apply_top_p, make_logits_processors
+
+from worker.engine.filters import apply_top_k, apply_top_p, make_logits_processors
 
 _MASK64: Final = 2**64 - 1
 _MASK32: Final = 2**32 - 1
