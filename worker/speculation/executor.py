@@ -7,7 +7,7 @@ place is left out of the first draft. After a forward with drafts all is known, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -30,6 +30,8 @@ _LEAST_BUDGET: Final = 3
 # Of what rows would bring if all were kept, the share that they must not cost: drafts err, and clocks do.
 _HOPED: Final = 0.9
 _MOST_FORKS: Final = 3
+# A text that offered no draft for so many steps is looked at every so often: a look costs the host time.
+_QUIET_AFTER, _LOOK_EVERY = 32, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +99,11 @@ class SpeculatingEngine:
         # Whether the drafter knows the newest id before it is handed out.
         self._told = False
         self._launched = self._committed = 0
+        # Steps since the latest draft, the ids of those that the drafter was not told of, and whether it proposed
+        # anything when it was last asked.
+        self._plain = 0
+        self._unseen: list[int] = []
+        self._offered = False
 
     def warm_up(self) -> None:
         """As in `Engine`."""
@@ -108,6 +115,7 @@ class SpeculatingEngine:
         self._shadow.drop()
         self._outcome, self._told = None, False
         self._launched = self._committed = 0
+        self._plain, self._unseen, self._offered = 0, [], False
         self._serial.start(request, progress)
         ids = (*request.prompt, *request.drawn)
         terms = Terms(
@@ -121,10 +129,16 @@ class SpeculatingEngine:
 
     def step(self) -> Step:
         """As in `Engine`."""
+        self._plain += 1
+        if self._rests():
+            step = self._serial.step()
+            self._unseen.append(step.token)
+            return step
         if not self._serial.decided:
             self.width = 1
             now = self._clock()
-            self._tell((now - self._began) * 1e3)
+            self._tell((now - self._began) * 1e3 / (1 + len(self._unseen)))
+            self._catch_up()
             self._began = now
             self._verify_a_draft()
         step = self._serial.step()
@@ -151,6 +165,24 @@ class SpeculatingEngine:
         """As in `Engine`."""
         return self._serial.counts()
 
+    def _rests(self) -> bool:
+        """Whether this step is the serial engine's alone."""
+        quiet = self._plain > _QUIET_AFTER and self._plain % _LOOK_EVERY != 0 and not self._offered
+        return quiet and self._drafter.traits.free and not self._serial.decided
+
+    def _catch_up(self) -> None:
+        """Tell of the ids of steps that were not looked at."""
+        if self._unseen:
+            self._watch(self._unseen)
+            self._drafter.extend(self._unseen)
+            self._unseen = []
+
+    def _watch(self, ids: Sequence[int]) -> None:
+        for token in ids:
+            watched = self._shadow.extend((token,))
+            if watched is not None:
+                self._planner.watched(self._serial.position, *watched)
+
     def _tell(self, ms: float) -> None:
         """Tell the planner what came of the latest step. *ms*: how long it lasted; 0 where nobody knows."""
         if self._outcome is not None:
@@ -158,9 +190,7 @@ class SpeculatingEngine:
             self._outcome = None
 
     def _became_text(self, token: int) -> None:
-        watched = self._shadow.extend((token,))
-        if watched is not None:
-            self._planner.watched(self._serial.position, *watched)
+        self._watch((token,))
         self._drafter.extend((token,))
 
     def _verify_a_draft(self) -> None:
@@ -189,6 +219,7 @@ class SpeculatingEngine:
             whole = self._drafter.propose(limit, _MOST_FORKS)
             plan = self._planner.plan(serial.position, whole.margins, whole.turns)
         self._outcome = _Outcome(plan)
+        self._offered = bool(whole.margins)
         if not plan.nodes:
             self._shadow.take(whole)
             return
@@ -223,6 +254,7 @@ class SpeculatingEngine:
 
     def _verify(self, plan: Plan, draft: Draft) -> None:
         path = self._serial.verify(draft)
+        self._plain = 0
         self.width = draft.width
         self._launched += len(draft)
         self._committed += len(path) - 1
