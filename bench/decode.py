@@ -354,11 +354,12 @@ def main(names: str, *, quick: bool, tiny: bool, starting: bool, copy: Path | No
         effort = Effort(contexts=(64, 1024), rounds=1, tokens=10, calls=2)
     # MLX looks up where its kernels are once, before it computes anything.
     kernels = disk_cache.open_folder(Path(tempfile.gettempdir(), "mtplx-bench"))
-    report = Report("decode-tiny" if tiny else "decode", copy)
+    wanted = [one for one in names.split(",") if one]
+    report = Report("decode-tiny" if tiny else "decode" if wanted else "start", copy)
     report.load()
     if target() is not None:
         bandwidth(report)
-    for name in [one for one in names.split(",") if one]:
+    for name in wanted:
         shape = models.SHAPES[name]
         measure(report, name, shape.tiny if tiny else shape, effort, kernels)
     if starting:
