@@ -6,7 +6,7 @@ export PYTHON
 COMPUTING := tests/inference tests/kernels tests/kv tests/speculating tests/protocol tests/queueing
 SPREAD := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test prove check bench setup clean
+.PHONY: demo test prove check bench bench-peers setup clean
 
 demo: setup
 	$(BIN)/mtplx demo
@@ -25,6 +25,8 @@ check: setup
 prove: setup
 	$(BIN)/python -m pytest -m prove $(SPREAD) $(COMPUTING)
 	$(BIN)/python -m pytest -m prove $(COMPUTING:%=--ignore=%)
+	$(BIN)/python bench/faults.py
+	$(BIN)/python bench/soak.py
 	$(MAKE) bench
 
 bench: setup
@@ -34,6 +36,11 @@ bench: setup
 	$(BIN)/python bench/prefix.py
 	$(BIN)/python bench/decode_cpu.py
 	$(BIN)/python bench/memory.py
+
+# Against other queues, which it fetches first.
+bench-peers: setup
+	@scripts/peers
+	$(BIN)/python bench/journal.py
 
 setup:
 	@scripts/setup
