@@ -143,7 +143,7 @@ class SpeculatingEngine:
             self._verify_a_draft()
         step = self._serial.step()
         if not self._told:
-            self._became_text(step.token)
+            self._became_text((step.token,))
         self._told = False
         return step
 
@@ -173,15 +173,8 @@ class SpeculatingEngine:
     def _catch_up(self) -> None:
         """Tell of the ids of steps that were not looked at."""
         if self._unseen:
-            self._watch(self._unseen)
-            self._drafter.extend(self._unseen)
+            self._became_text(self._unseen)
             self._unseen = []
-
-    def _watch(self, ids: Sequence[int]) -> None:
-        for token in ids:
-            watched = self._shadow.extend((token,))
-            if watched is not None:
-                self._planner.watched(self._serial.position, *watched)
 
     def _tell(self, ms: float) -> None:
         """Tell the planner what came of the latest step. *ms*: how long it lasted; 0 where nobody knows."""
@@ -189,9 +182,12 @@ class SpeculatingEngine:
             self._planner.told(self._outcome.plan, self._outcome.accepted, ms, self._outcome.turned)
             self._outcome = None
 
-    def _became_text(self, token: int) -> None:
-        self._watch((token,))
-        self._drafter.extend((token,))
+    def _became_text(self, ids: Sequence[int]) -> None:
+        for token in ids:
+            watched = self._shadow.extend((token,))
+            if watched is not None:
+                self._planner.watched(self._serial.position, *watched)
+        self._drafter.extend(ids)
 
     def _verify_a_draft(self) -> None:
         """Run a forward over a draft in place of the next plain one, if there is one that is worth it."""
@@ -201,7 +197,7 @@ class SpeculatingEngine:
         if limit < 1 or newest == NOT_A_NUMBER:
             return
         if newest is not None:
-            self._became_text(newest)
+            self._became_text((newest,))
             self._told = True
         if self._drafter.traits.free:
             self._verify_what_there_is(limit, newest)
@@ -241,7 +237,7 @@ class SpeculatingEngine:
             newest = serial.resolve()
             if newest == NOT_A_NUMBER:
                 return
-            self._became_text(newest)
+            self._became_text((newest,))
             self._told = True
         # A drafter that was left alone has to read; neither that nor the wait for the newest id is a draft's.
         drafter.catch_up()

@@ -63,11 +63,6 @@ class _Index:
         # Ids of more bits would share keys: every match is compared with the text before it counts.
         self.mask = (1 << _ID_BITS * self.size) - 1
 
-    def add(self, ids: Sequence[int], place: int) -> None:
-        """The text goes on, from *place*, with *ids*."""
-        for at, token in enumerate(ids, start=place):
-            self.push(token, at)
-
     def push(self, token: int, at: int) -> None:
         """The text goes on with *token* at the place *at*."""
         self.key = key = (self.key << _ID_BITS | token) & self.mask
@@ -116,7 +111,7 @@ class Ngram:
         """A job begins with the prompt *ids*; how it is drawn changes nothing."""
         del sampling, terms
         self._clear()
-        self._add(ids)
+        self.extend(ids)
 
     def end(self) -> None:
         """Forget the text."""
@@ -156,12 +151,6 @@ class Ngram:
             taken.pop()
         trunk = trunk[: limit - sum(len(branch) for _, branch in taken)]
         return Proposal(_tree(trunk, taken), margins, tuple(depth for depth, _ in others))
-
-    def _add(self, ids: Sequence[int]) -> None:
-        place = len(self._text)
-        self._text.extend(ids)
-        self._long.add(ids, place)
-        self._short.add(ids, place)
 
     def _follow(self, match: _Match, token: int) -> None:
         """What the next id makes of the match."""
