@@ -63,7 +63,9 @@ def play_all(seeds: range, side_by_side: int) -> list[dict[str, Any]]:
         return list(pool.map(play, seeds))
 
 
-def play_real(seeds: range, model: Path | None, more: tuple[str, ...]) -> tuple[Counter[str], Counter[str]]:
+def play_real(
+    seeds: range, side_by_side: int, model: Path | None, more: tuple[str, ...]
+) -> tuple[Counter[str], Counter[str]]:
     """Broken promises and counts of the rounds with the real worker, by default on a tiny model."""
     faults: Counter[str] = Counter()
     counts: Counter[str] = Counter()
@@ -71,8 +73,9 @@ def play_real(seeds: range, model: Path | None, more: tuple[str, ...]) -> tuple[
     with tempfile.TemporaryDirectory(prefix="mxf", dir="/tmp") as folder:
         rounds = RealRounds(model or make_llama(Path(folder)), *more)
         rounds.learn(plans)
-        for plan in plans:
-            report = rounds.play(plan)
+        with ThreadPoolExecutor(side_by_side) as pool:
+            reports = list(pool.map(rounds.play, plans))
+        for report in reports:
             counts.update(report.verdict.counts)
             if report.verdict.faults:
                 click.echo(report.told(), err=True)
@@ -122,6 +125,7 @@ def real_figures(rounds: int, faults: Counter[str], counts: Counter[str]) -> lis
 @click.option("--real", default=20, show_default=True, help="Rounds with the real worker.")
 @click.option("--first", default=1000, show_default=True, help="The first seed.")
 @click.option("--side-by-side", default=2, show_default=True, help="Rounds at a time.")
+@click.option("--real-side-by-side", default=1, show_default=True, help="Rounds of those at a time.")
 @click.option("--model", type=click.Path(path_type=Path, exists=True), help="For the real worker.")
 @click.option("--worker-flag", "flags", multiple=True, help="A flag of the real worker, such as --kv-memory=4GB.")
 @click.option("--name", default="faults", show_default=True, help="Of the results file.")
@@ -139,7 +143,9 @@ def main(seed: int | None, name: str, device: str, **given: Any) -> None:
         found = play_all(range(first, first + rounds), given["side_by_side"])
         figures += figures_of(found, time.monotonic() - began)
     if real:
-        faults, counts = play_real(range(first, first + real), given["model"], given["flags"])
+        faults, counts = play_real(
+            range(first, first + real), given["real_side_by_side"], given["model"], given["flags"]
+        )
         figures += real_figures(real, faults, counts)
     write(name, figures, device=device)
     sys.exit(1 if any(one.met == "no" for one in figures) else 0)

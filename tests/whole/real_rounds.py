@@ -14,7 +14,7 @@ from whole.rounds import Report, Round
 from mtplx import messages as m
 from mtplx import wire
 
-LOAD_S: Final = 120.0
+LOAD_S: Final = 300.0
 # The worker compiles while it runs its first job, and must not count as dead meanwhile.
 LIMITS: Final = ("--beat-s", "0.25", "--dead-s", "8", "--stall-s", "30", "--orphan-s", "60")
 PROMPTS: Final = ("the quick brown fox", "12 wise owls watch from the old oak tree", "lazy dog")

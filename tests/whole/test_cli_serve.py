@@ -87,11 +87,11 @@ def test_a_stalled_worker_is_killed_and_started_again(settings: Settings) -> Non
     with service(settings, scripted(settings)) as (running, said):
         turn_until(running, lambda: running.ready)
         with Client(settings=settings) as client:
-            client.submit(
-                "x", metadata={"script": '{"tokens": 9, "fault": "hang", "fault_after": 2}'}, finish=True
-            )
+            script = '{"tokens": 9, "fault": "hang", "fault_after": 2, "fault_attempts": 1}'
+            job = client.submit("x", metadata={"script": script})
             turn_until(running, lambda: any("is stalled" in line for line in said))
             turn_until(running, lambda: running.ready)
+            assert job.result(timeout=LIMIT_S).run["attempt"] == 2
             assert client.run("one two").finish_reason == "stop"
     assert len([line for line in said if "is stalled" in line]) == 1
     assert "The worker ended (SIGKILL); starting it again in 1 s." in said
