@@ -2,9 +2,10 @@
 BIN := .venv/bin
 export PYTHON
 # These compute and wait for nothing: one process a core, each of which takes over from the other when it is done. The
-# other tests have processes, sockets and clocks of their own, and the machine for themselves.
+# other tests have processes, sockets and clocks of their own; they mostly wait, so four go side by side.
 COMPUTING := tests/inference tests/kernels tests/kv tests/speculating tests/protocol tests/queueing
 SPREAD := -n auto --maxprocesses 8 --dist worksteal
+BESIDE := -n 4 --dist worksteal
 
 .PHONY: demo test prove check bench bench-peers setup clean
 
@@ -13,7 +14,7 @@ demo: setup
 
 test: setup check
 	$(BIN)/python -m pytest -m "not prove" $(SPREAD) $(COMPUTING)
-	$(BIN)/python -m pytest -m "not prove" $(COMPUTING:%=--ignore=%)
+	$(BIN)/python -m pytest -m "not prove" $(BESIDE) $(COMPUTING:%=--ignore=%)
 
 # Lint, format and types; the import rules and sizes are tests.
 check: setup

@@ -136,7 +136,7 @@ SERVE = """
 import sys
 from mtplx.cli.serve import serve_until_told
 from mtplx.settings import Settings
-settings = Settings(run_dir=sys.argv[1], drain_s=float(sys.argv[2]))
+settings = Settings(run_dir=sys.argv[1], drain_s=float(sys.argv[2]), durability=sys.argv[3])
 worker = (sys.executable, "-P", "-m", "mtplx.testing", "--back", settings.endpoint("back"))
 sys.exit(serve_until_told(settings, lambda line: print(line, flush=True), worker=worker))
 """
@@ -144,7 +144,7 @@ sys.exit(serve_until_told(settings, lambda line: print(line, flush=True), worker
 
 @contextlib.contextmanager
 def serving(settings: Settings, drain_s: float) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", SERVE, str(settings.run_dir), str(drain_s)]
+    command = [sys.executable, "-c", SERVE, str(settings.run_dir), str(drain_s), settings.durability]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:
             assert process.stdout is not None
