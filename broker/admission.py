@@ -14,12 +14,14 @@ from typing import Any, Final
 
 from broker.moves import Move, Phase
 from broker.record import Now, Record
+from broker.words import POISON, clocked
 from mtplx.errors import BusyError
 from mtplx.job import Job
 from mtplx.messages import Done
 
 # Waits and runs of the last jobs that health summarises.
 WINDOW: Final = 1000
+Key = tuple[str, bytes]
 DEFAULT_RETRY_MS: Final = 1000
 # Widths as the worker spells them; no forward has more rows.
 WIDTHS: Final = {str(width): width for width in range(1, 1025)}
@@ -30,7 +32,7 @@ class Moment:
     """Something a span begins, ends or is marked with. `wall_ns` is when it happened."""
 
     what: str
-    job_id: bytes
+    job: Key
     wall_ns: int
     attributes: dict[str, Any] = field(default_factory=dict)
 
@@ -41,10 +43,12 @@ class Gate:
     def __init__(self, max_jobs: int, max_bytes: int, *, keep_moments: bool = False) -> None:
         self.max_jobs = max_jobs
         self.max_bytes = max_bytes
-        self.line: OrderedDict[bytes, Record] = OrderedDict()
+        self.line: OrderedDict[Key, Record] = OrderedDict()
         self.line_bytes = 0
         self.slot: Record | None = None
         self.admitted_total = 0
+        self.returned_total = 0
+        self.requeued_total = 0
         self.completed_total = 0
         self.failed_total = 0
         self.abandoned_before_start_total = 0
@@ -53,16 +57,23 @@ class Gate:
         self.run_s: deque[float] = deque(maxlen=WINDOW)
         self.widths: Counter[str] = Counter()
         self.rows = Counter[str]()
-        self._keep_moments = keep_moments
+        self.keep_moments = keep_moments
         self._moments: list[Moment] = []
 
-    def refusal(self, size: int) -> BusyError | None:
-        """Why a job of *size* bytes cannot wait now; None where it can."""
+    def refusal(self, size: int, open_here: int, client_jobs: int) -> BusyError | None:
+        """Why a job of *size* bytes cannot wait now; None where it can.
+
+        open_here: jobs its connection has open, of *client_jobs* that one may have.
+        """
         jobs, room = len(self.line), self.max_bytes - self.line_bytes
-        if jobs < self.max_jobs and size <= room:
+        if jobs >= self.max_jobs:
+            what, limit = f"jobs waiting: {jobs}", self.max_jobs
+        elif size > room:
+            what, limit = f"bytes waiting: {self.line_bytes}", self.max_bytes
+        elif open_here >= client_jobs:
+            what, limit = f"jobs open on this connection: {open_here}", client_jobs
+        else:
             return None
-        what = f"jobs waiting: {jobs}" if jobs >= self.max_jobs else f"bytes waiting: {self.line_bytes}"
-        limit = self.max_jobs if jobs >= self.max_jobs else self.max_bytes
         return BusyError(
             f"The line is full: {what}, the limit is {limit}. Submit again after retry_after_ms.",
             code="E_QUEUE_FULL",
@@ -72,16 +83,54 @@ class Gate:
                 "limit": self.max_jobs,
                 "bytes": self.line_bytes,
                 "limit_bytes": self.max_bytes,
+                "limit_client": client_jobs,
             },
         )
 
     def admit(self, record: Record, job: Job) -> None:
         """Put *record* at the end of the line."""
-        self.line[record.id] = record
-        self.line_bytes += record.size
         self.admitted_total += 1
-        place = {"seq": record.admit_seq, "depth": len(self.line), "headers": record.headers}
-        self.note("admitted", record.id, record.admitted, **place, **_request(job))
+        self.wait_again(record, job)
+
+    def wait_again(self, record: Record, job: Job | None) -> None:
+        """Put *record* at the end of the line, and begin its spans if its *job* is given."""
+        self.line[record.key] = record
+        self.line_bytes += record.size
+        if job is not None and self.keep_moments:
+            place = {"seq": record.admit_seq, "depth": len(self.line), "headers": record.headers}
+            self.note("admitted", record.key, record.admitted, restored=record.restored, **place, **_request(job))
+
+    def kick(self, record: Record, job: Job | None) -> None:
+        """Put a buried *record* at the end of the line."""
+        record.move(Move.KICK)
+        self.returned_total += 1
+        self.wait_again(record, job)
+
+    def requeue(self, record: Record, now: Now, outcome: str) -> None:
+        """Put the job of the slot at the head of the line: its attempt ended with *outcome*, and it goes on."""
+        if self.slot is not record:
+            raise AssertionError("a job was put back that was not in the slot")
+        record.move(Move.REQUEUE)
+        self.slot = None
+        self.line[record.key] = record
+        self.line.move_to_end(record.key, last=False)
+        self.line_bytes += record.size
+        self.requeued_total += 1
+        new = record.tokens - (record.run.behind if record.run else 0)
+        self.note("requeued", record.key, now, outcome=outcome, tokens=new, timings=clocked(record, now))
+
+    def rescind(self, record: Record, now: Now) -> None:
+        """Take out *record*, which was never taken after all. Its end is the refusal of its submit."""
+        if self.slot is record:
+            self.slot = None
+        elif record.key in self.line:
+            self._leave_line(record)
+        self.refused_total += 1
+        if not record.over:
+            # One that ended in the turn in which it came was counted at its end.
+            self.admitted_total -= 1
+            record.move(Move.END)
+        self.note("ended", record.key, now, outcome="refused", error="E_JOURNAL", tokens=0, chunks=0, timings={})
 
     def first(self) -> Record | None:
         """The job whose turn is next; None while one runs or nobody waits."""
@@ -98,20 +147,26 @@ class Gate:
         record.move(Move.DISPATCH)
         self._leave_line(record)
         self.slot = record
-        self.queue_wait_s.append(now.mono - record.admitted.mono)
-        self.note("dispatched", record.id, now, model=model, attempt=attempt)
+        if record.first_run == record.run.started:
+            self.queue_wait_s.append(now.mono - record.admitted.mono)
+        self.note("dispatched", record.key, now, model=model, attempt=attempt)
 
     def end(self, record: Record, now: Now, outcome: str, attributes: dict[str, Any]) -> None:
         """Count the end of *record*, waiting or running, and free its place."""
         waiting = record.phase is Phase.WAITING
-        record.move(Move.END)
+        record.move(Move.BURY if outcome == POISON else Move.END)
         record.ended = now
         if waiting:
             self._leave_line(record)
-            self.abandoned_before_start_total += 1
         else:
             self._leave_slot(record, now)
-        self.note("ended", record.id, now, outcome=outcome, **attributes)
+        if isinstance(record.last_word, Done) and record.begun:
+            self.completed_total += 1
+        elif waiting and not record.begun:
+            self.abandoned_before_start_total += 1
+        else:
+            self.failed_total += 1
+        self.note("ended", record.key, now, outcome=outcome, **attributes)
 
     def _leave_slot(self, record: Record, now: Now) -> None:
         if self.slot is not record:
@@ -120,13 +175,10 @@ class Gate:
         assert record.run is not None
         self.run_s.append(now.mono - record.run.started.mono)
         if isinstance(record.last_word, Done):
-            self.completed_total += 1
             self._count_widths(record.last_word.run.get("speculation") or {})
-        else:
-            self.failed_total += 1
 
     def _leave_line(self, record: Record) -> None:
-        del self.line[record.id]
+        del self.line[record.key]
         self.line_bytes -= record.size
 
     def _count_widths(self, speculation: dict[str, Any]) -> None:
@@ -142,12 +194,12 @@ class Gate:
     def refused(self, job_id: bytes, now: Now, code: str, headers: dict[str, str] | None) -> None:
         """Count a refusal."""
         self.refused_total += 1
-        self.note("refused", job_id, now, code=code, headers=headers)
+        self.note("refused", ("", job_id), now, code=code, headers=headers)
 
-    def note(self, what: str, job_id: bytes, now: Now, **attributes: Any) -> None:
+    def note(self, what: str, job: Key, now: Now, **attributes: Any) -> None:
         """Keep a moment for the spans, if anybody wants spans."""
-        if self._keep_moments:
-            self._moments.append(Moment(what, job_id, now.wall_ns, attributes))
+        if self.keep_moments:
+            self._moments.append(Moment(what, job, now.wall_ns, attributes))
 
     def take_moments(self) -> list[Moment]:
         """The moments since the last call."""
@@ -162,7 +214,8 @@ class Gate:
         """Prove the books: every admitted job waits, runs or has been counted at its end."""
         ended = self.completed_total + self.failed_total + self.abandoned_before_start_total
         open_jobs = len(self.line) + (self.slot is not None)
-        assert self.admitted_total == ended + open_jobs, (self.admitted_total, ended, open_jobs)
+        begun = self.admitted_total + self.returned_total
+        assert begun == ended + open_jobs, (begun, ended, open_jobs)
         assert self.line_bytes == sum(record.size for record in self.line.values())
         assert all(record.phase is Phase.WAITING for record in self.line.values())
         assert self.slot is None or self.slot.phase in (Phase.RUNNING, Phase.CANCELLING)

@@ -7,27 +7,33 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-from broker import words
+from broker import attempts, words
 from broker.jobs import Jobs
 from broker.liveness import LiveWorker, next_check, verdict
 from broker.moves import Move, Phase
-from broker.record import Answer, Now, Piece, Record, Run
+from broker.names import HANDED_BACK
+from broker.record import Answer, Now, Piece, Record
 from mtplx import messages as m
 from mtplx.errors import CODES, WireError
 from mtplx.job import MAX_INT, ModelLimits
 
 OF_A_JOB: Final = (m.WorkerChunk, m.Final, m.Fail)
 FINISH_REASONS: Final = ("stop", "length", "cancelled")
-# Rule 6 of docs/protocol.md: with these an ERROR answers a message and ends no job.
-NO_LAST_WORDS: Final = ("E_PROTOCOL", "E_TOO_LARGE", "E_CONFLICT")
+# Rule 6 of docs/protocol.md: the first three answer a message and end no job; the others are the broker's own.
+NO_LAST_WORDS: Final = ("E_PROTOCOL", "E_TOO_LARGE", "E_CONFLICT", "E_POISON", "E_MODEL_CHANGED", "E_ANSWER_LOST")
 LOSSES: Final = {
-    "exited": "ended or crashed",
-    "silent": "fell silent",
-    "stalled": "made no progress",
-    "left": "left",
-    "replaced": "was started anew",
-    "broken": "broke the protocol",
+    "exited": "the worker ended or crashed",
+    "silent": "the worker fell silent",
+    "stalled": "the worker made no progress",
+    "left": "the worker left",
+    "replaced": "the worker was started anew",
+    "broken": "the worker broke the protocol",
+    "gave_up": "the worker gave up",
+    "failed": "the worker failed on the job and left",
+    "revoked": "the worker had its key revoked",
 }
+# Of these the process may still be there, and hold the device.
+HANGING: Final = ("silent", "stalled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,10 @@ class Identity:
 
 
 class Back:
-    """The one worker as the broker sees it. `outgoing` waits for the back socket, with routing ids."""
+    """The one worker as the broker sees it. `outgoing` waits for the back socket, with routing ids.
+
+    condemned: workers given up whose process may hang; who acts on them notes in lost_process what came of it.
+    """
 
     def __init__(self, jobs: Jobs, identity: Identity) -> None:
         self._jobs = jobs
@@ -52,7 +61,11 @@ class Back:
         self.generation = 0
         self.last_loss = ""
         self.lost_pid = 0
+        self.lost_process = ""
+        self.condemned: deque[m.Ready] = deque()
         self.outgoing: deque[tuple[bytes, m.Message]] = deque()
+        # No job is handed out, because too much that would have to be written down is not.
+        self.held_up = False
 
     # --- events
 
@@ -80,44 +93,87 @@ class Back:
         """Whether *route* is the one worker's connection for jobs."""
         return self.worker is not None and self.worker.route == route
 
-    def on_unreachable(self, route: bytes, now: Now) -> None:
-        """A message to *route* could not be sent: the connection is gone."""
-        if self.is_worker(route):
-            self.lose("exited", now)
+    def on_unreachable(self, route: bytes, message: m.Message, now: Now) -> None:
+        """*message* to *route* could not be sent: the connection is gone."""
+        if not self.is_worker(route):
+            return
+        record = self._jobs.gate.slot
+        unsent = [message, *(waiting for _, waiting in self.outgoing)]
+        if record is not None and any(isinstance(one, m.Run) and one.lease == self._lease for one in unsent):
+            # A worker that never got the job did not fail on it.
+            record.handing_back = True
+        self.lose("exited", now)
 
     def lose(self, reason: str, now: Now) -> None:
-        """Give the worker up; its lease ends here, and with it the running job."""
+        """Give the worker up; its lease ends here, and with it the attempt that runs."""
         if self.worker is None:
             return
+        if reason in HANGING:
+            self.condemned.append(self.worker.ready)
+        self.lost_process = ""
         self.last_loss, self.lost_pid, self.worker = reason, self.worker.ready.pid, None
         self._jobs.counters[f"worker_{reason}"] += 1
         record = self._jobs.gate.slot
-        if record is None:
+        if record is not None:
+            self._attempt_ended(record, reason, now)
+
+    def hand_back(self, record: Record, now: Now) -> None:
+        """Put the running *record* back to the head of the line; the attempt does not count."""
+        attempts.take_back(record)
+        self._jobs.journal.attempt(record)
+        self._jobs.requeue(record, now, HANDED_BACK)
+
+    def _attempt_ended(self, record: Record, reason: str, now: Now) -> None:
+        """The attempt of the running *record* ended without an end of the job: it goes on, if it may."""
+        if record.handing_back:
+            self.hand_back(record, now)
             return
-        self._jobs.gate.note("worker_lost", record.id, now, reason=reason)
-        self._jobs.end(record, _unless_cancelled(record, words.worker_lost(record, LOSSES[reason]), now), now)
+        self._jobs.gate.note("worker_lost", record.key, now, reason=reason)
+        if record.phase is Phase.CANCELLING:
+            # A job that was to end anyway ends as it was to, whatever becomes of its worker.
+            self._jobs.end(record, record.cancel_reason or words.cancelled(record, now), now)
+        elif attempts.is_poison(record):
+            self._jobs.bury(record, LOSSES[reason], now)
+        else:
+            self._jobs.requeue(record, now, reason)
 
     # --- what the machine asks for
 
     def dispatch(self, now: Now) -> None:
         """Hand the first of the line to the worker, if both are there."""
         record = self._jobs.gate.first()
-        while self.worker is not None and not self.worker.leaving and record is not None:
-            if record.checked != self.generation and not self._recheck(record, now):
-                record = self._jobs.gate.first()
-                continue
-            self._lease += 1
-            record.run = Run(self._lease, 1, now, self.worker.ready.model)
-            self._jobs.gate.dispatch(record, self.worker.ready.model, now)
-            self.worker.progress_at = now.mono
-            self.worker.phase, self.worker.done, self.worker.total = "prefill", 0, 0
-            run = m.Run(record.id, 1, self._lease, record.seed, record.body, record.headers)
-            self.outgoing.append((self.worker.route, run))
-            self._jobs.tell_reader(record, words.started(record, record.run))
+        while self.worker is not None and not self.worker.leaving and not self.held_up and record is not None:
+            if self._may_run(record, self.worker.ready, now):
+                self._begin(record, self.worker, now)
             record = self._jobs.gate.first()
 
-    def cancel_run(self) -> None:
-        """Ask the worker to end what it runs."""
+    def _begin(self, record: Record, worker: LiveWorker, now: Now) -> None:
+        self._lease += 1
+        run = attempts.begin(record, worker.ready, self._lease, now)
+        self._jobs.journal.attempt(record)
+        self._jobs.gate.dispatch(record, run.model, now)
+        worker.progress_at = now.mono
+        worker.phase, worker.done, worker.total = "prefill", 0, 0
+        if record.answer is not None:
+            self.outgoing.append((worker.route, m.Drawn(run.lease, record.answer.ids())))
+        said = m.Run(record.id, run.attempt, run.lease, record.seed, record.body, record.headers)
+        self.outgoing.append((worker.route, said))
+        self._jobs.tell_reader(record, words.started(record, run))
+
+    def unsay(self, record: Record) -> None:
+        """Take back the RUN of *record*, which was not sent yet."""
+        if self._jobs.gate.slot is record:
+            kinds = (m.Drawn, m.Run, m.CancelRun)
+            said = [
+                one for one in self.outgoing if not (isinstance(one[1], kinds) and one[1].lease == self._lease)
+            ]
+            self.outgoing = deque(said)
+
+    def cancel_run(self, record: Record, reason: m.Error | None, now: Now) -> None:
+        """Ask the worker to end the running *record*, whose last word is to be *reason* or DONE."""
+        record.move(Move.CANCEL)
+        record.cancel_reason = reason
+        self._jobs.gate.note("cancelling", record.key, now)
         if self.worker is not None:
             self.outgoing.append((self.worker.route, m.CancelRun(self._lease)))
 
@@ -188,9 +244,14 @@ class Back:
             self.lose("replaced", now)
         self.generation += 1
         self.worker = LiveWorker(route, message, self.generation, now.mono, now.mono)
-        self.limits = ModelLimits(message.vocabulary, message.context)
+        self._note_limits(ModelLimits(message.vocabulary, message.context))
         self._jobs.counters["workers_accepted"] += 1
         self.outgoing.append((route, accepted))
+
+    def _note_limits(self, limits: ModelLimits) -> None:
+        if limits != self.limits:
+            self.limits = limits
+            self._jobs.journal.limits(limits.vocabulary, limits.context)
 
     def _refusal(self, route: bytes, message: m.Ready) -> m.Error | None:
         ours = str(self._jobs.settings.scheduler_mode)
@@ -272,8 +333,12 @@ class Back:
             record.answer = Answer()
         if record.run is not None and record.run.first_token is None:
             record.run.first_token = now
-            self._jobs.gate.note("first_token", record.id, now)
-        record.answer.add(Piece(message.first, message.ids, message.text, message.logprobs))
+            record.first_token = record.first_token or (None if record.run.behind else now)
+            record.barren = 0
+            self._jobs.gate.note("first_token", record.key, now)
+        piece = Piece(message.first, message.ids, message.text, message.logprobs)
+        record.answer.add(piece)
+        self._jobs.journal.piece(record, piece)
         self._jobs.outboxes.mark(record)
 
     def _follows(self, record: Record, message: m.WorkerChunk) -> bool:
@@ -292,8 +357,8 @@ class Back:
             self.lose("broken", now)
             return
         if message.finish_reason == "cancelled":
-            if record.phase is not Phase.CANCELLING:
-                self._jobs.end(record, words.worker_lost(record, "gave up"), now)
+            if record.phase is not Phase.CANCELLING or record.handing_back:
+                self._attempt_ended(record, "gave_up", now)
                 return
             if record.cancel_reason is not None:
                 self._jobs.end(record, record.cancel_reason, now)
@@ -301,27 +366,29 @@ class Back:
         self._jobs.end(record, words.done(record, message, self.worker.ready.model), now)
 
     def _fail(self, record: Record, message: m.Fail, now: Now) -> None:
+        assert self.worker is not None
+        lost = message.code == "E_WORKER_LOST"
+        if lost or (message.code == "E_INTERNAL" and self.worker.leaving):
+            # One that said BYE and hands its job back does what it was told.
+            record.handing_back |= lost and self.worker.leaving and record.phase is Phase.RUNNING
+            self._attempt_ended(record, "gave_up" if lost else "failed", now)
+            return
         # A code that answers a faulty message would leave the producer waiting for the job's last word.
         code = message.code if message.code in CODES and message.code not in NO_LAST_WORDS else "E_INTERNAL"
         last_word = m.Error(
             code, message.message, CODES[code].retryable, record.id, None, message.field, message.detail
         )
-        # A leaving worker's limit and a cancel may cross.
-        lost = code == "E_WORKER_LOST"
-        self._jobs.end(record, _unless_cancelled(record, last_word, now) if lost else last_word, now)
+        self._jobs.end(record, last_word, now)
 
-    def _recheck(self, record: Record, now: Now) -> bool:
-        try:
-            self._jobs.parse(record.body, self.limits)
-        except WireError as error:
-            self._jobs.end(record, words.error(error, record.id), now)
-            return False
-        record.checked = self.generation
-        return True
-
-
-def _unless_cancelled(record: Record, last_word: m.Error, now: Now) -> m.Done | m.Error:
-    """A job that was to end anyway ends as it was to, whatever becomes of its worker."""
-    if record.phase is Phase.CANCELLING:
-        return record.cancel_reason or words.cancelled(record, now)
-    return last_word
+    def _may_run(self, record: Record, ready: m.Ready, now: Now) -> bool:
+        """Whether this worker can run *record*; ends it where it cannot."""
+        change = attempts.change_of(record, ready)
+        if change is None and record.checked != self.generation:
+            try:
+                self._jobs.parse(record.body, self.limits)
+            except WireError as error:
+                change = words.error(error, record.id)
+            record.checked = self.generation
+        if change is not None:
+            self._jobs.end(record, change, now)
+        return change is None

@@ -1,4 +1,4 @@
-"""The broker's two sockets: who may bind them, and how they are set up.
+"""The broker's two sockets: who may bind them, how they are set up.
 
 libzmq unlinks whatever lies at an ipc path when it binds, so a lock file decides who may, and the path is
 looked at before.
@@ -6,7 +6,6 @@ looked at before.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Final, NamedTuple
 
 import zmq
 
+from broker import lock
 from mtplx.errors import LockedError, SettingsError
 from mtplx.paths import private_folder
 from mtplx.sockets import COMMON, set_all
@@ -50,23 +50,10 @@ def claim(endpoint: str) -> Claim | None:
         return None
     path = Path(endpoint.removeprefix("ipc://"))
     private_folder(path.parent)
-    try:
-        lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        # A link, a folder, or a folder that cannot be written to.
-        raise SettingsError(f"The lock {path}.lock cannot be opened: {error.strerror}.") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        holder = os.read(lock, 32).decode(errors="replace").strip() or "unknown"
-        os.close(lock)
-        raise LockedError(
-            f"Another broker (process {holder}) serves {endpoint}; stop it, or choose another --run-dir."
-        ) from None
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, str(os.getpid()).encode(), 0)
+    busy = f"Another broker (process {{holder}}) serves {endpoint}; stop it, or choose another --run-dir."
+    held = lock.take(Path(f"{path}.lock"), busy)
     _clear_stale(path)
-    return Claim(lock, path)
+    return Claim(held, path)
 
 
 def _clear_stale(path: Path) -> None:

@@ -5,15 +5,20 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any, Final
 
-from broker import words
+from broker import delivery, words
 from broker.back import Back, Identity
 from broker.jobs import Jobs
 from broker.moves import Phase
 from broker.record import Now, Record
+from mtplx import messages as m
+from mtplx.errors import JournalError
 from mtplx.settings import SchedulerMode
+from mtplx.wire import unpack_body
 
 # Lists stay far below the frame limit.
 MAX_LISTED: Final = 200
+# Characters of an answer shown at most; a job beside it still fits a frame.
+MAX_SHOWN_TEXT: Final = 1024**2
 
 
 def report(jobs: Jobs, back: Back, identity: Identity, now: Now, *, draining: bool) -> dict[str, Any]:
@@ -31,6 +36,8 @@ def report(jobs: Jobs, back: Back, identity: Identity, now: Now, *, draining: bo
             "admitted_total": gate.admitted_total,
             "completed_total": gate.completed_total,
             "failed_total": gate.failed_total,
+            "returned_total": gate.returned_total,
+            "requeued_total": gate.requeued_total,
         },
         "broker": {
             "version": identity.version,
@@ -51,6 +58,7 @@ def job_status(jobs: Jobs, record: Record, position: int | None = None) -> dict[
         "admit_seq": record.admit_seq,
         "tokens": record.tokens,
         "bytes": record.size,
+        "attempts": record.attempts,
     }
     if record.phase is Phase.WAITING:
         found["position"] = position if position is not None else jobs.position(record)
@@ -59,12 +67,43 @@ def job_status(jobs: Jobs, record: Record, position: int | None = None) -> dict[
     return found
 
 
-def job_list(jobs: Jobs) -> dict[str, Any]:
-    """The running job, the line, then finished jobs, the newest first; MAX_LISTED of each."""
-    listed = [job_status(jobs, jobs.gate.slot)] if jobs.gate.slot else []
-    listed += [job_status(jobs, record, place) for place, record in islice(jobs.gate.positions(), MAX_LISTED)]
-    listed += [job_status(jobs, record) for record in jobs.finished(MAX_LISTED)]
-    return {"jobs": listed, "total": len(jobs.records)}
+def job_whole(jobs: Jobs, record: Record) -> dict[str, Any]:
+    """One job's state, with what it asks where that is still known, how it ended, and its answer so far."""
+    found = job_status(jobs, record)
+    if record.body:
+        found["job"] = unpack_body(record.body, len(record.body))
+    if isinstance(record.last_word, m.Error):
+        word = record.last_word
+        found["error"] = {"code": word.code, "message": word.message, "detail": word.detail or {}}
+    text, first = "", 0
+    try:
+        while first < record.tokens and len(text) < MAX_SHOWN_TEXT:
+            pieces = delivery.window(record, jobs.journal, first, delivery.MAX_CHUNK_TOKENS)
+            text += "".join(piece.text for piece in pieces)
+            first = pieces[-1].first + len(pieces[-1].ids)
+    except JournalError as error:
+        found["unreadable"] = str(error)
+    found["text"] = text[:MAX_SHOWN_TEXT]
+    return found
+
+
+def job_list(jobs: Jobs, state: str | None = None, owner: str | None = None) -> dict[str, Any]:
+    """The running job, the line, then finished jobs, the newest first; MAX_LISTED of each, of *state* alone.
+
+    owner: whose jobs; None for those of all, each with its owner.
+    """
+    ours = [jobs.gate.slot] if jobs.gate.slot and owner in (None, jobs.gate.slot.owner) else []
+    listed = [_listed(jobs, record, owner) for record in ours]
+    line = ((place, one) for place, one in jobs.gate.positions() if owner in (None, one.owner))
+    listed += [_listed(jobs, record, owner, place) for place, record in islice(line, MAX_LISTED)]
+    listed += [_listed(jobs, record, owner) for record in jobs.finished(MAX_LISTED, state, owner)]
+    total = len(jobs) if owner is None else sum(record.owner == owner for record in jobs)
+    return {"jobs": [one for one in listed if state in (None, one["state"])], "total": total}
+
+
+def _listed(jobs: Jobs, record: Record, owner: str | None, position: int | None = None) -> dict[str, Any]:
+    status = job_status(jobs, record, position)
+    return {**status, "owner": record.owner} if owner is None else status
 
 
 def _scheduler(jobs: Jobs, back: Back) -> dict[str, Any]:
@@ -84,6 +123,8 @@ def _worker(back: Back, now: Now) -> dict[str, Any]:
     if back.last_loss:
         found["last_loss"] = back.last_loss
         found["lost_pid"] = back.lost_pid
+        if back.lost_process:
+            found["lost_process"] = back.lost_process
     if back.worker is not None:
         ready = back.worker.ready
         found |= {
@@ -91,6 +132,8 @@ def _worker(back: Back, now: Now) -> dict[str, Any]:
             "model": ready.model,
             "vocabulary": ready.vocabulary,
             "context": ready.context,
+            "model_hash": ready.model_hash,
+            "build_hash": ready.build_hash,
             "info": ready.info,
             "heard_s": now.mono - back.worker.heard_at,
             "phase": back.worker.phase if back.state == "busy" else "idle",

@@ -17,8 +17,10 @@ from typing import Final, Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from broker import endpoints, words
+from broker import endpoints, processes, words
+from broker.access import Peer, named_by_itself
 from broker.admission import Moment
+from broker.guard import Guard
 from broker.machine import Machine
 from broker.record import Now
 from mtplx import messages as m
@@ -42,11 +44,16 @@ PROBE_AGAIN_S: Final = 0.05
 RETRY_S: Final = 0.01
 # How long the broker reads what a worker that is gone has left in its pipe.
 LAST_WORDS_FOR_S: Final = 0.25
+NO_ROUTING_ID: Final = (
+    "Set no routing id on an encrypted endpoint: another client could take what is meant for this one."
+)
 
 # Plain numbers: pyzmq's enums cost more than the calls they are handed to.
 RECEIVE_NOW: Final = int(zmq.NOBLOCK)
 FIRST_FRAME: Final = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 MORE_FOLLOWS: Final = int(zmq.SNDMORE)
+# What pyzmq puts before it, for draft options, costs as much again.
+SEND: Final = zmq.backend.Socket.send
 
 
 class Tracer(Protocol):
@@ -67,14 +74,15 @@ def now() -> Now:
     return Now(time.monotonic(), time.time_ns())
 
 
-def _frames(socket: zmq.Socket[bytes]) -> list[bytes]:
+def _frames(socket: zmq.Socket[bytes]) -> tuple[zmq.Frame, list[bytes]]:
+    """The first frame, which is the routing id and knows who sent it, and the others."""
     # A Frame knows whether more follow; asking the socket costs as much again as receiving.
-    frame = socket.recv(RECEIVE_NOW, copy=False)
-    frames = [frame.bytes]
+    first = frame = socket.recv(RECEIVE_NOW, copy=False)
+    frames = []
     while frame.more:
         frame = socket.recv(RECEIVE_NOW, copy=False)
         frames.append(frame.bytes)
-    return frames
+    return first, frames
 
 
 class Loop:
@@ -88,6 +96,7 @@ class Loop:
         self._machine = machine
         self._tracer = tracer
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._guard = Guard(settings, self._context, machine.jobs.counters)
         self._front = endpoints.router(self._context, endpoints.FRONT_RECEIVE_MESSAGES)
         self._back = endpoints.router(self._context, endpoints.BACK_RECEIVE_MESSAGES)
         self._monitor = self._back.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -104,6 +113,7 @@ class Loop:
             lock = endpoints.claim(endpoint)
             if lock is not None:
                 self._locks.append(lock)
+            self._guard.secure(socket, side)
             endpoints.bind(socket, endpoint)
 
     def run(self) -> None:
@@ -122,6 +132,7 @@ class Loop:
                 os.kill(os.getpid(), signal.SIGTERM)
             self._turn(ready)
         unread = len(self._machine.jobs.outboxes.clients)
+        self._machine.commits.commit_at_last(now())
         if unread:
             log.warning("stopped; %d producers have not read all that was theirs", unread)
         else:
@@ -133,6 +144,7 @@ class Loop:
         self._monitor.close(linger=0)
         self._front.close()
         self._back.close()
+        self._guard.close()
         self._context.term()
         if self._tracer is not None:
             self._tracer.close()
@@ -146,27 +158,46 @@ class Loop:
         # Finding out that a socket has nothing costs as much as a message: only those with something are asked.
         if self._wake_reader.fileno() in ready:
             self._heed_signals()
+        self._look_at_keys()
         self._watch_disconnects(seen=self._monitor in ready)
         if self._back in ready:
             self._receive(self._back, self._on_worker_frames)
         if self._front in ready:
             self._receive(self._front, self._on_client_frames)
-        self._tick()
-        self._send_to_worker()
-        self._send_to_clients()
+        # Nothing is sent that the journal does not hold.
+        well = self._guarded(self._machine.tick)
+        self._end_condemned()
+        if self._guarded(self._machine.commits.commit):
+            self._failed_turns = 0 if well else self._failed_turns
+            self._send_to_worker()
+            # What a worker said last before it was found gone.
+            if self._guarded(self._machine.commits.commit):
+                self._send_to_clients()
         self._trace()
 
-    def _tick(self) -> None:
+    def _guarded(self, act: Callable[[Now], None]) -> bool:
+        """Whether *act* could be done."""
         try:
-            self._machine.tick(now())
+            act(now())
         except Exception:
             log.exception("a turn could not be ended")
             self._machine.jobs.counters["internal_errors"] += 1
             self._failed_turns += 1
             if self._failed_turns >= MAX_FAILED_TURNS:
                 raise
-        else:
-            self._failed_turns = 0
+            return False
+        return True
+
+    def _end_condemned(self) -> None:
+        back = self._machine.back
+        while back.condemned:
+            ready = back.condemned.popleft()
+            try:
+                back.lost_process = processes.end(ready)
+            except Exception:
+                # A process that stays is a nuisance; a broker that goes is a loss.
+                log.exception("worker process %d could not be ended", ready.pid)
+                back.lost_process = "left alone: it could not be looked at; the broker's log says more"
 
     def _trace(self) -> None:
         if self._tracer is None:
@@ -180,18 +211,22 @@ class Loop:
             log.exception("spans could not be built")
             self._machine.jobs.counters["trace_errors"] += 1
 
-    def _receive(self, socket: zmq.Socket[bytes], handle: Callable[[bytes, list[bytes]], None]) -> bool:
+    def _receive(self, socket: zmq.Socket[bytes], handle: Callable[[bytes, list[bytes], Peer], None]) -> bool:
         """Read for a while; False where nothing is left."""
+        side = "front" if socket is self._front else "back"
         until = time.monotonic() + RECEIVE_FOR_S
         for _ in range(MAX_PER_TURN):
             if time.monotonic() >= until:
                 return True
             try:
-                route, *frames = _frames(socket)
+                first, frames = _frames(socket)
             except zmq.Again:
                 return False
+            route = first.bytes
             try:
-                handle(route, frames)
+                peer = self._guard.who(side, first)
+                if peer is not None:
+                    handle(route, frames, peer)
             except Exception:
                 # One message must never end the service; its sender is told, the log says more.
                 log.exception("a message could not be handled")
@@ -201,31 +236,42 @@ class Loop:
                     self._machine.jobs.tell(route, fault)
         return True
 
-    def _on_client_frames(self, route: bytes, frames: list[bytes]) -> None:
+    def _on_client_frames(self, route: bytes, frames: list[bytes], peer: Peer) -> None:
         try:
+            if self._settings.encrypted("front") and named_by_itself(route):
+                raise ProtocolError(NO_ROUTING_ID, field="routing_id")
             message = decode(frames, m.FROM_CLIENT)
         except ProtocolError as error:
-            self._answer_bad_frames(route, frames, error)
+            self._answer_bad_frames(route, frames, error, peer)
             return
-        self._machine.on_client(route, message, now())
+        self._machine.on_client(route, message, now(), peer)
 
-    def _answer_bad_frames(self, route: bytes, frames: list[bytes], error: ProtocolError) -> None:
+    def _answer_bad_frames(self, route: bytes, frames: list[bytes], error: ProtocolError, peer: Peer) -> None:
         if frames and not frames[0]:
             # A REQ socket only reads answers that begin with an empty frame.
             self._machine.jobs.counters["bad_frames"] += 1
             self._try_send(self._front, [route, b"", *encode(words.error(error, None))])
         elif speaks_mtx(frames):
-            self._machine.on_bad_frame(route, error)
+            self._machine.on_bad_frame(route, error, peer)
         else:
             self._machine.jobs.counters["foreign_frames"] += 1
 
-    def _on_worker_frames(self, route: bytes, frames: list[bytes]) -> None:
+    def _on_worker_frames(self, route: bytes, frames: list[bytes], _: Peer) -> None:
         try:
             message = decode(frames, m.FROM_WORKER)
         except ProtocolError as error:
             self._machine.back.on_bad_frame(route, error, now())
             return
         self._machine.back.on_message(route, message, now())
+
+    def _look_at_keys(self) -> None:
+        for side, route in self._guard.revoked(time.monotonic()):
+            log.warning("a connection to the %s endpoint ends: its key was revoked", side)
+            if side == "front":
+                self._machine.on_client_gone(route, now())
+            elif self._machine.back.is_worker(route):
+                self._machine.back.lose("revoked", now())
+            self._guard.cut(side, route)
 
     def _watch_disconnects(self, *, seen: bool) -> None:
         while seen and self._monitor.poll(0):
@@ -250,7 +296,7 @@ class Loop:
                 self._machine.jobs.counters["worker_messages_dropped"] += 1
             elif not sent:
                 self._read_last_words(route)
-                self._machine.back.on_unreachable(route, now())
+                self._machine.back.on_unreachable(route, message, now())
 
     def _read_last_words(self, route: bytes) -> None:
         # A worker that says FINAL or FAIL and goes at once may be found gone before these are read.
@@ -273,7 +319,7 @@ class Loop:
         outboxes = self._machine.jobs.outboxes
         until = at.mono + SEND_FOR_S
         for _ in range(MAX_SENT_PER_TURN):
-            message = outboxes.offer(route)
+            message = self._machine.jobs.offer(route, at)
             if message is None:
                 return
             sent = self._say(self._front, route, message)
@@ -301,7 +347,7 @@ class Loop:
         """True when sent, False when the peer is gone, None when its pipe is full."""
         try:
             # Only the first frame, the routing id, can find a full pipe or no peer.
-            socket.send(frames[0], FIRST_FRAME)
+            SEND(socket, frames[0], FIRST_FRAME)
         except zmq.Again:
             return None
         except zmq.ZMQError as error:
@@ -309,14 +355,14 @@ class Loop:
                 raise
             return False
         for frame in frames[1:-1]:
-            socket.send(frame, MORE_FOLLOWS)
-        socket.send(frames[-1])
+            SEND(socket, frame, MORE_FOLLOWS)
+        SEND(socket, frames[-1])
         return True
 
     # --- time and signals
 
     def _timeout_ms(self) -> int:
-        wakes = [self._machine.next_wake()]
+        wakes = [self._machine.next_wake(), self._guard.next_look()]
         at = time.monotonic()
         if self._machine.back.outgoing:
             wakes.append(at + RETRY_S)

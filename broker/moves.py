@@ -12,6 +12,8 @@ class Phase(StrEnum):
     RUNNING = "running"
     CANCELLING = "cancelling"
     ENDED = "ended"
+    # Ended, and kept whole for a person to look at.
+    BURIED = "buried"
 
 
 class Move(StrEnum):
@@ -20,15 +22,31 @@ class Move(StrEnum):
     DISPATCH = auto()
     CHUNK = auto()
     CANCEL = auto()
+    REQUEUE = auto()
     END = auto()
+    BURY = auto()
+    KICK = auto()
 
 
 MOVES: dict[Phase, dict[Move, Phase]] = {
-    Phase.WAITING: {Move.DISPATCH: Phase.RUNNING, Move.END: Phase.ENDED},
-    Phase.RUNNING: {Move.CHUNK: Phase.RUNNING, Move.CANCEL: Phase.CANCELLING, Move.END: Phase.ENDED},
+    # A job may be found to be poison when the broker starts: no attempt of it ended while there was one.
+    Phase.WAITING: {Move.DISPATCH: Phase.RUNNING, Move.END: Phase.ENDED, Move.BURY: Phase.BURIED},
+    Phase.RUNNING: {
+        Move.CHUNK: Phase.RUNNING,
+        Move.CANCEL: Phase.CANCELLING,
+        Move.REQUEUE: Phase.WAITING,
+        Move.END: Phase.ENDED,
+        Move.BURY: Phase.BURIED,
+    },
     # The worker may still draw tokens before it reads the cancel; they count and are delivered.
-    Phase.CANCELLING: {Move.CHUNK: Phase.CANCELLING, Move.CANCEL: Phase.CANCELLING, Move.END: Phase.ENDED},
+    Phase.CANCELLING: {
+        Move.CHUNK: Phase.CANCELLING,
+        Move.CANCEL: Phase.CANCELLING,
+        Move.REQUEUE: Phase.WAITING,
+        Move.END: Phase.ENDED,
+    },
     Phase.ENDED: {},
+    Phase.BURIED: {Move.KICK: Phase.WAITING},
 }
 
 

@@ -44,3 +44,5 @@ EVENT_FIRST_TOKEN: Final = "mtplx.first_token"  # noqa: S105 - a token of text
 EVENT_WORKER_LOST: Final = "mtplx.worker_lost"
 EVENT_CANCELLING: Final = "mtplx.cancelling"
 EVENT_REASON: Final = "mtplx.reason"
+EVENT_RESTORED: Final = "mtplx.restored"
+HANDED_BACK: Final = "handed_back"

@@ -11,8 +11,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
+from broker import delivery
+from broker.admission import Key
+from broker.journal import Journal
 from broker.record import Record
-from mtplx.messages import Message, StatusReply
+from mtplx.messages import Admitted, Chunk, Error, Message, Progress, Started, StatusReply
 
 # A client that lets replies of this weight pile up floods without reading; its queue is dropped. A plain reply
 # weighs 1, a few hundred bytes; a health report weighs REPORT_WEIGHT, and 1 more for each job it lists.
@@ -29,27 +32,34 @@ class Client:
 
     route: bytes
     queue: deque[Message | Record] = field(default_factory=deque)
-    jobs: dict[bytes, Record] = field(default_factory=dict)
+    jobs: dict[Key, Record] = field(default_factory=dict)
     weight: int = 0
     retry_at: float = 0.0
     retry_s: float = RETRY_S
-    # The delivery cursor that the message on offer moves when it has been sent.
+    # Tokens delivered once the message on offer has been sent; None where it is no chunk.
     cursor: int | None = None
 
 
 class Outboxes:
     """The queues of all clients. Holds no client that has nothing open."""
 
-    def __init__(self) -> None:
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
         self.clients: dict[bytes, Client] = {}
         self.pending: dict[bytes, None] = {}
 
-    def tell(self, route: bytes, message: Message) -> bool:
-        """Queue *message*; False where the client has let too many pile up and must be dropped."""
+    def tell(self, route: bytes, message: Message, about: Record | None = None) -> bool:
+        """Queue *message*; False where the client has let too many pile up and must be dropped.
+
+        about: the record that the client reads, where it is to hear this before what it is still to get of that.
+        """
         client = self._client(route)
         if client.weight >= MAX_REPLIES:
             return False
-        client.queue.append(message)
+        if about is not None and about.reading.queued:
+            client.queue.insert(client.queue.index(about), message)
+        else:
+            client.queue.append(message)
         client.weight += _weight(message)
         self.pending[route] = None
         return True
@@ -58,7 +68,7 @@ class Outboxes:
         """Make `record.reading.route` the reader of *record*."""
         route = record.reading.route
         if route is not None:
-            self._client(route).jobs[record.id] = record
+            self._client(route).jobs[record.key] = record
             self.mark(record)
 
     def detach(self, record: Record) -> None:
@@ -67,10 +77,34 @@ class Outboxes:
         record.reading.route = None
         record.reading.queued = False
         if client is not None:
-            client.jobs.pop(record.id, None)
+            client.jobs.pop(record.key, None)
             if record in client.queue:
                 client.queue.remove(record)
             self._forget_if_idle(client)
+
+    def rescind(self, record: Record, refusal: Error) -> None:
+        """Say *refusal* where ADMITTED of *record* was to be said, and nothing else of it."""
+        for client in self.clients.values():
+            kept: deque[Message | Record] = deque()
+            # Another owner's job may have the same id.
+            refused, ours = False, record.key in client.jobs
+            for item in client.queue:
+                if isinstance(item, Admitted) and item.admit_seq == record.admit_seq:
+                    if not refused:
+                        kept.append(refusal)
+                    refused = True
+                elif item is not record and not (
+                    ours and isinstance(item, Started | Progress) and item.id == record.id
+                ):
+                    kept.append(item)
+            client.queue = kept
+            client.weight = sum(_weight(item) for item in kept if not isinstance(item, Record))
+
+    def head(self, route: bytes) -> Record:
+        """The job whose message `offer` failed to make."""
+        head = self.clients[route].queue[0]
+        assert isinstance(head, Record)
+        return head
 
     def mark(self, record: Record) -> None:
         """Note that *record* may have something to deliver."""
@@ -126,11 +160,11 @@ class Outboxes:
             client.queue.popleft()
             client.weight -= _weight(head)
         elif client.cursor is not None:
-            head.reading.piece = client.cursor
+            head.reading.tokens = client.cursor
             head.reading.next_seq += 1
         else:
             head.reading.last_word_sent = True
-            client.jobs.pop(head.id, None)
+            client.jobs.pop(head.key, None)
             return head
         return None
 
@@ -139,6 +173,11 @@ class Outboxes:
         client = self.clients[route]
         client.retry_at = now + client.retry_s
         client.retry_s = min(2 * client.retry_s, MAX_RETRY_S)
+
+    def jobs_of(self, route: bytes) -> int:
+        """Jobs that *route* reads and has not heard the last word of."""
+        client = self.clients.get(route)
+        return len(client.jobs) if client else 0
 
     def drop(self, route: bytes) -> list[Record]:
         """Forget the client; returns the records it was reading."""
@@ -152,16 +191,19 @@ class Outboxes:
         return list(client.jobs.values())
 
     def _delivery(self, client: Client, record: Record) -> Message | None:
-        chunk = record.next_chunk()
+        """The next message about *record* to its reader. May raise JournalError."""
+        reading = record.reading
+        if reading.last_word_sent or (reading.tokens < record.tokens and reading.stalled()):
+            return None
+        chunk = delivery.next_chunk(record, self._journal)
         if chunk is not None:
-            if record.reading.stalled():
-                return None
-            message, client.cursor = chunk
+            message, cursor = chunk
+            client.cursor = cursor if isinstance(message, Chunk) else None
             return message
-        if record.last_word is None or record.reading.last_word_sent:
+        if record.last_word is None:
             return None
         client.cursor = None
-        return record.final_word()
+        return delivery.final_word(record, self._journal)
 
     def _client(self, route: bytes) -> Client:
         client = self.clients.get(route)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field, replace
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from itertools import islice
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 from broker.moves import Move, Phase, advance
 from mtplx.fields import Logprobs
-from mtplx.messages import Chunk, Done, Error
+from mtplx.messages import Done, Error
 
-# Keeps a coalesced chunk far below the frame limit, even with 20 log-probabilities a token.
-MAX_CHUNK_TOKENS: Final = 4096
 # What a kept answer costs in CPython, measured; text counts twice, for DONE has it again.
 PIECE_BYTES: Final = 220
 TOKEN_BYTES: Final = 36
 LOGPROB_BYTES: Final = 124
+# The latest moment a journal can hold, in nanoseconds.
+LATEST_NS: Final = 2**63 - 1
 
 
 class Now(NamedTuple):
@@ -24,6 +27,14 @@ class Now(NamedTuple):
 
     mono: float
     wall_ns: int
+
+    def mono_of(self, wall_ns: int) -> float:
+        """The monotonic time of a moment of wall time."""
+        return self.mono + (wall_ns - self.wall_ns) / 1e9
+
+    def at(self, wall_ns: int) -> Now:
+        """A moment of wall time as both."""
+        return Now(self.mono_of(wall_ns), wall_ns)
 
 
 class Piece(NamedTuple):
@@ -37,11 +48,27 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True)
 class Answer:
-    """The tokens and text of one job, stored once; delivery is a cursor into it."""
+    """The tokens and text of one job, stored once; delivery is a cursor into it, counted in tokens.
+
+    spilled: the pieces are in the journal alone, and only what they add up to is known here.
+    """
 
     pieces: list[Piece] = field(default_factory=list)
     tokens: int = 0
     nbytes: int = 0
+    spilled: bool = False
+
+    @classmethod
+    def of(cls, pieces: Iterable[Piece]) -> Answer:
+        """An answer in memory."""
+        answer = cls()
+        for piece in pieces:
+            answer.add(piece)
+        return answer
+
+    def spill(self) -> None:
+        """Forget the pieces; the journal has them."""
+        self.pieces, self.spilled = [], True
 
     def add(self, piece: Piece) -> None:
         """Append *piece*, which begins where the answer ends."""
@@ -55,30 +82,38 @@ class Answer:
         """The whole text so far."""
         return "".join(piece.text for piece in self.pieces)
 
-    def index_of(self, tokens: int) -> int | None:
-        """The piece that begins at *tokens*; None where no piece does."""
-        if tokens == self.tokens:
-            return len(self.pieces)
-        low, high = 0, len(self.pieces)
-        while low < high:
-            middle = (low + high) // 2
-            if self.pieces[middle].first < tokens:
-                low = middle + 1
-            else:
-                high = middle
-        return low if low < len(self.pieces) and self.pieces[low].first == tokens else None
+    def ids(self) -> tuple[int, ...]:
+        """All token ids so far."""
+        return tuple(token for piece in self.pieces for token in piece.ids)
+
+    def window(self, first: int, most: int) -> list[Piece]:
+        """Pieces from the one that begins at *first* on, until they have *most* tokens; [] where none does."""
+        place = bisect_left(self.pieces, first, key=attrgetter("first"))
+        if place == len(self.pieces) or self.pieces[place].first != first:
+            return []
+        taken, tokens = [], 0
+        for piece in islice(self.pieces, place, None):
+            taken.append(piece)
+            tokens += len(piece.ids)
+            if tokens >= most:
+                break
+        return taken
 
 
 @dataclass(slots=True)
 class Reading:
-    """How far the job's reader has got. `route` None means that nobody reads."""
+    """How far the job's reader has got: `tokens` of the answer. `route` None means that nobody reads.
+
+    before: those whose stream it took up, the latest last. It may have been gone when it was read.
+    """
 
     route: bytes | None
     credit: int | None
-    piece: int = 0
+    tokens: int = 0
     next_seq: int = 0
     queued: bool = False
     last_word_sent: bool = False
+    before: tuple[Reading, ...] = ()
 
     def stalled(self) -> bool:
         """True where the reader's credit is used up."""
@@ -87,12 +122,14 @@ class Reading:
 
 @dataclass(slots=True)
 class Run:
-    """One attempt on the worker."""
+    """One attempt on the worker. behind: tokens that earlier attempts drew. barren: `Record.barren` before it."""
 
     lease: int
     attempt: int
     started: Now
     model: str
+    behind: int = 0
+    barren: int = 0
     first_token: Now | None = None
 
 
@@ -100,11 +137,18 @@ class Run:
 class Record:
     """One admitted job.
 
-    body: the job as submitted, dropped when the job has ended. size: bytes it is charged with in the line.
+    body: the job as submitted, dropped when the job has ended unless it is buried. size: bytes it is charged with
+    in the line.
     checked: the generation of worker whose limits it was checked against, 0 for none.
+    owner: who submitted it. ttl_ns, deadline_ns: wall time at which its waiting, or it, ends; None: never.
+    attempts: begun. barren: those of them, the latest ones, that brought no new token. model, model_hash,
+    build_hash: of the worker that drew the tokens. exact: whether all attempts ran on one build.
     filed: when, having ended, it was last read to its end, taken up by a reader, or left by one.
     orphan_until: when its producer, gone now, must be back.
+    first_run, first_token: when it was first handed to a worker and when its first token came; None where that
+    was before the broker's start. restored: it was taken by an earlier process of the broker.
     cancel_reason: the last word of a running job that is being ended by the broker, not by its producer.
+    handing_back: it is being taken off the worker, to go on later.
     """
 
     id: bytes
@@ -117,6 +161,15 @@ class Record:
     reading: Reading
     finish: bool
     headers: dict[str, str] | None
+    owner: str = ""
+    ttl_ns: int | None = None
+    deadline_ns: int | None = None
+    attempts: int = 0
+    barren: int = 0
+    model: str = ""
+    model_hash: str = ""
+    build_hash: str = ""
+    exact: bool = True
     checked: int = 0
     filed: float = 0.0
     orphan_until: float = 0.0
@@ -125,16 +178,35 @@ class Record:
     answer: Answer | None = None
     ended: Now | None = None
     last_word: Done | Error | None = None
+    first_run: Now | None = None
+    first_token: Now | None = None
+    restored: bool = False
     cancel_reason: Error | None = None
+    handing_back: bool = False
 
     def move(self, move: Move) -> None:
         """Take *move* if the table allows it."""
         self.phase = advance(self.phase, move)
 
     @property
+    def key(self) -> tuple[str, bytes]:
+        """What no two records share."""
+        return self.owner, self.id
+
+    @property
+    def over(self) -> bool:
+        """True of a job that has its last word."""
+        return self.phase in (Phase.ENDED, Phase.BURIED)
+
+    @property
     def tokens(self) -> int:
         """Tokens of the answer so far."""
         return self.answer.tokens if self.answer else 0
+
+    @property
+    def begun(self) -> bool:
+        """True of a job that was on a worker."""
+        return self.attempts > 0 or self.tokens > 0
 
     @property
     def unread(self) -> bool:
@@ -144,40 +216,26 @@ class Record:
     @property
     def kept_bytes(self) -> int:
         """Bytes an ended record holds for a reader that comes back."""
-        return 1024 + (self.answer.nbytes if self.answer else 0)
-
-    def next_chunk(self) -> tuple[Chunk, int] | None:
-        """Undelivered pieces as one chunk, and the cursor after it; None where there are none."""
-        if self.answer is None or self.run is None or self.reading.piece >= len(self.answer.pieces):
-            return None
-        pieces = self._undelivered()
-        first, ids, text, logprobs = pieces[0]
-        if len(pieces) > 1:
-            ids = tuple(token for piece in pieces for token in piece.ids)
-            text = "".join(piece.text for piece in pieces)
-            if logprobs is not None:
-                logprobs = tuple(one for piece in pieces for one in piece.logprobs or ())
-        chunk = Chunk(self.id, self.run.attempt, self.reading.next_seq, first, len(ids), ids, text, logprobs)
-        return chunk, self.reading.piece + len(pieces)
-
-    def _undelivered(self) -> list[Piece]:
-        assert self.answer is not None
-        taken, tokens = [], 0
-        for piece in islice(self.answer.pieces, self.reading.piece, None):
-            taken.append(piece)
-            tokens += len(piece.ids)
-            if tokens >= MAX_CHUNK_TOKENS:
-                break
-        return taken
-
-    def final_word(self) -> Done | Error:
-        """The last word, telling this reader how many chunks it was sent."""
-        assert self.last_word is not None
-        if isinstance(self.last_word, Done):
-            return replace(self.last_word, seq=self.reading.next_seq)
-        return self.last_word
+        return 1024 + len(self.body) + (self.answer.nbytes if self.answer else 0)
 
 
 def digest_of(body: bytes) -> bytes:
     """What makes two jobs of one id the same job: SHA-256 of the body frame as received."""
     return hashlib.sha256(body).digest()
+
+
+def charge(body: bytes, headers: dict[str, str] | None) -> int:
+    """Bytes a job is charged with in the line."""
+    return len(body) + headers_bytes(headers)
+
+
+def headers_bytes(headers: dict[str, str] | None) -> int:
+    """Bytes of *headers*: strings of msgpack have up to 5 bytes of their own."""
+    if not headers:
+        return 0
+    return sum(len(key.encode()) + len(value.encode()) + 10 for key, value in headers.items())
+
+
+def moment(after_ms: int | None, now: Now) -> int | None:
+    """The wall time, in nanoseconds, so long after *now*; None where there is no limit."""
+    return None if after_ms is None else min(now.wall_ns + after_ms * 10**6, LATEST_NS)

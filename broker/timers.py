@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Final
 
-from broker.moves import Phase
-from broker.record import Record
+from broker.record import Now, Record
 
 # Below this many there is nothing to sweep.
 FEW: Final = 64
@@ -29,10 +28,21 @@ class Timers:
     def set(self, at: float, kind: str, record: Record) -> None:
         """Ring at monotonic time *at*."""
         if len(self._heap) >= self._sweep_at:
-            self._heap = [timer for timer in self._heap if timer[3].phase is not Phase.ENDED]
+            self._heap = [timer for timer in self._heap if not timer[3].over]
             heapq.heapify(self._heap)
             self._sweep_at = max(FEW, 2 * len(self._heap))
         heapq.heappush(self._heap, (at, next(self._numbers), kind, record))
+
+    def set_limits(self, record: Record, now: Now) -> None:
+        """Ring at the job's own limits, which are wall times."""
+        for kind, at_ns in (("ttl", record.ttl_ns), ("deadline", record.deadline_ns)):
+            if at_ns is not None:
+                self.set(now.mono_of(at_ns), kind, record)
+
+    def await_return(self, record: Record, now: Now, after_s: float) -> None:
+        """Ring where the producer of *record* is not back after *after_s*."""
+        record.orphan_until = now.mono + after_s
+        self.set(record.orphan_until, "orphan", record)
 
     def next(self) -> float:
         """When the nearest one rings."""
@@ -42,5 +52,5 @@ class Timers:
         """Take out those whose time has come, except those of ended jobs."""
         while self._heap and self._heap[0][0] <= now:
             _, _, kind, record = heapq.heappop(self._heap)
-            if record.phase is not Phase.ENDED:
+            if not record.over:
                 yield kind, record

@@ -37,7 +37,7 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from broker import names
-from broker.admission import Moment
+from broker.admission import Key, Moment
 from broker.tracefile import LineFile
 
 # A collector that does not answer costs an export thread this long, and the exit CLOSE_S.
@@ -122,7 +122,7 @@ class SpanTracer:
             self._provider.add_span_processor(processor)
         self._tracer: Tracer = self._provider.get_tracer("mtplx", version, schema_url=names.SCHEMA_URL)
         self._boot_id = boot_id.hex()
-        self._open: dict[bytes, OpenJob] = {}
+        self._open: dict[Key, OpenJob] = {}
 
     def record(self, moments: list[Moment]) -> None:
         """Build the spans that *moments* begin, mark or end."""
@@ -131,8 +131,8 @@ class SpanTracer:
                 self._admitted(moment)
             elif moment.what == "refused":
                 self._refused(moment)
-            elif moment.job_id in self._open:
-                self._of_open_job(moment, self._open[moment.job_id])
+            elif moment.job in self._open:
+                self._of_open_job(moment, self._open[moment.job])
 
     def close(self) -> None:
         """End all spans of open jobs as `unfinished`, flush, and give up after CLOSE_S."""
@@ -174,7 +174,7 @@ class SpanTracer:
                 names.MESSAGING_OPERATION_NAME: "process",
                 names.MESSAGING_OPERATION_TYPE: "process",
                 names.MESSAGING_DESTINATION: names.DESTINATION,
-                names.MESSAGING_MESSAGE_ID: moment.job_id.hex(),
+                names.MESSAGING_MESSAGE_ID: moment.job[1].hex(),
                 names.BOOT_ID: self._boot_id,
             },
         )
@@ -183,8 +183,10 @@ class SpanTracer:
         span = self._process_span(moment)
         span.set_attribute(names.ADMIT_SEQ, moment.attributes["seq"])
         span.set_attribute(names.QUEUE_DEPTH, moment.attributes["depth"])
+        if moment.attributes["restored"]:
+            span.add_event(names.EVENT_RESTORED)
         context = set_span_in_context(span, Context())
-        self._open[moment.job_id] = OpenJob(span, context, moment.wall_ns, moment.attributes)
+        self._open[moment.job] = OpenJob(span, context, moment.wall_ns, moment.attributes)
 
     def _refused(self, moment: Moment) -> None:
         span = self._process_span(moment)
@@ -202,6 +204,9 @@ class SpanTracer:
         elif moment.what == "worker_lost":
             why = {names.EVENT_REASON: moment.attributes["reason"]}
             job.process.add_event(names.EVENT_WORKER_LOST, why, moment.wall_ns)
+        elif moment.what == "requeued" and job.chat is not None:
+            self._attempt_ended(moment, job.chat)
+            job.chat = None
         elif moment.what == "cancelling":
             job.process.add_event(names.EVENT_CANCELLING, timestamp=moment.wall_ns)
         elif moment.what == "ended":
@@ -238,8 +243,17 @@ class SpanTracer:
             span.set_attribute(names.GEN_AI_REQUEST_STOP, list(job.asked["stop"]))
         return span
 
+    def _attempt_ended(self, moment: Moment, chat: Span) -> None:
+        outcome = moment.attributes["outcome"]
+        chat.set_attribute(names.OUTCOME, outcome)
+        if outcome != names.HANDED_BACK:
+            chat.set_attribute(names.ERROR_TYPE, "E_WORKER_LOST")
+            chat.set_status(Status(StatusCode.ERROR))
+        _describe_answer(chat, {**moment.attributes, "error": outcome})
+        chat.end(moment.wall_ns)
+
     def _ended(self, moment: Moment, job: OpenJob) -> None:
-        del self._open[moment.job_id]
+        del self._open[moment.job]
         self._end_queue(job, moment.wall_ns)
         told = moment.attributes
         spans = [span for span in (job.chat, job.process) if span is not None]

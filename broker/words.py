@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final
 
 from broker.record import Now, Record, Run
 from mtplx import messages as m
-from mtplx.errors import CODES, WireError
+from mtplx.errors import CODES, BusyError, WireError
 from mtplx.trajectory import trajectory_sha256
 
 MAX_SHOWN: Final = 8
+# The outcome of a job that had too many attempts.
+POISON: Final = "poison"
+# A commit that failed is tried again this often.
+JOURNAL_RETRY_MS: Final = 1000
 
 
 def error(fault: WireError, job_id: bytes | None) -> m.Error:
@@ -55,18 +60,17 @@ def started(record: Record, run: Run) -> m.Started:
 
 def cancelled(record: Record, now: Now) -> m.Done:
     """The last word of a job that ended by cancel before the worker could report on it."""
-    ids = [token for piece in record.answer.pieces for token in piece.ids] if record.answer else []
-    started = record.run.started if record.run else now
+    ids = record.answer.ids() if record.answer else ()
     return m.Done(
         record.id,
         0,
         "cancelled",
         text=record.answer.text() if record.answer else "",
         usage={"prompt_tokens": None, "cached_tokens": None, "completion_tokens": len(ids)},
-        timings={"queue_wait_s": started.mono - record.admitted.mono},
+        timings={"queue_wait_s": _waited(record, record.run.started if record.run else now)},
         seed=record.seed,
         sha256=trajectory_sha256(ids),
-        run={"attempt": record.run.attempt if record.run else 0, "speculation": {}},
+        run={"attempt": record.attempts, "speculation": {}},
     )
 
 
@@ -74,12 +78,23 @@ def done(record: Record, final: m.Final, model: str) -> m.Done:
     """The last word made of the worker's FINAL and the broker's own clock."""
     assert record.run is not None
     timings = {
-        "queue_wait_s": record.run.started.mono - record.admitted.mono,
+        "queue_wait_s": _waited(record, record.run.started),
         "prefill_s": final.prefill_s,
         "decode_s": final.decode_s,
     }
-    if record.run.first_token is not None:
-        timings["time_to_first_token_s"] = record.run.first_token.mono - record.admitted.mono
+    if record.first_token is not None:
+        timings["time_to_first_token_s"] = record.first_token.mono - record.admitted.mono
+    run = {
+        "model": model,
+        "route": final.route,
+        "attempt": record.run.attempt,
+        "max_tokens_used": final.max_tokens_used,
+        "row_invariant": final.row_invariant,
+        "prefix_exact": final.prefix_exact,
+        "speculation": final.speculation,
+    }
+    if record.run.behind or record.attempts > 1:
+        run["resume_exact"] = record.exact and (final.row_invariant or not record.run.behind)
     return m.Done(
         record.id,
         0,
@@ -93,15 +108,7 @@ def done(record: Record, final: m.Final, model: str) -> m.Done:
         timings=timings,
         seed=record.seed,
         sha256=final.sha256,
-        run={
-            "model": model,
-            "route": final.route,
-            "attempt": record.run.attempt,
-            "max_tokens_used": final.max_tokens_used,
-            "row_invariant": final.row_invariant,
-            "prefix_exact": final.prefix_exact,
-            "speculation": final.speculation,
-        },
+        run=run,
     )
 
 
@@ -125,13 +132,45 @@ def draining(record: Record) -> m.Error:
     )
 
 
-def worker_lost(record: Record, why: str) -> m.Error:
-    """The last word of a job whose worker died."""
+def poison(record: Record, why: str) -> m.Error:
+    """The last word of a job that had all the attempts there are. *why*: how the last one ended."""
     return coded(
-        "E_WORKER_LOST",
-        f"The worker {why} while it ran this job; submit it again under a new id.",
+        "E_POISON",
+        f"The job is buried after {record.attempts} attempts, the last of which ended so: {why}. See "
+        "`mtplx jobs show`; `mtplx jobs kick` runs it again.",
         record.id,
-        {"reason": why, "tokens": record.tokens},
+        {"reason": why, "tokens": record.tokens, "attempts": record.attempts},
+    )
+
+
+def model_changed(record: Record, model: str) -> m.Error:
+    """The last word of a job whose answer another model began."""
+    return coded(
+        "E_MODEL_CHANGED",
+        f"Another model, or another version of it, began this answer than {model[:64]!r}, which runs now; "
+        "submit the job under a new id for all of it.",
+        record.id,
+        {"tokens": record.tokens},
+    )
+
+
+def answer_lost(record: Record) -> m.Error:
+    """The last word for a reader that has more of the answer than can be told again."""
+    return coded(
+        "E_ANSWER_LOST",
+        f"{record.reading.tokens} tokens were received and the journal kept {record.tokens}, in other pieces; the "
+        "stream cannot go on from there. Submit the job under a new id.",
+        record.id,
+        {"tokens": record.tokens, "received": record.reading.tokens},
+    )
+
+
+def journal_fault(cause: str) -> BusyError:
+    """The refusal of jobs that the journal cannot take."""
+    return BusyError(
+        f"The job is not taken, because it could not be written down: {cause} Submit again after retry_after_ms.",
+        code="E_JOURNAL",
+        retry_after_ms=JOURNAL_RETRY_MS,
     )
 
 
@@ -146,6 +185,16 @@ def slow_reader(record: Record, limit: int) -> m.Error:
     )
 
 
+def not_readable(record: Record, cause: str) -> m.Error:
+    """The last word for the reader of an answer that the journal does not give out."""
+    return coded("E_JOURNAL", f"The answer cannot be read: {cause}", record.id, {"tokens": record.tokens})
+
+
+def without_text(last_word: m.Done | m.Error | None) -> m.Done | m.Error | None:
+    """What of a last word is kept in memory when the journal has the whole of it."""
+    return replace(last_word, text="") if isinstance(last_word, m.Done) else last_word
+
+
 def outcome(last_word: m.Done | m.Error) -> str:
     """One low-cardinality word for spans and lists."""
     if isinstance(last_word, m.Done):
@@ -153,22 +202,25 @@ def outcome(last_word: m.Done | m.Error) -> str:
     return last_word.code.removeprefix("E_").lower()
 
 
+def _waited(record: Record, until: Now) -> float:
+    return (record.first_run or until).mono - record.admitted.mono
+
+
 def end_attributes(record: Record, last_word: m.Done | m.Error, now: Now) -> dict[str, Any]:
     """What the end of a job at *now* adds to its spans. The worker's times win over the broker's own."""
     found: dict[str, Any] = {"tokens": record.tokens, "chunks": len(record.answer.pieces) if record.answer else 0}
-    timings = _clocked(record, now)
+    timings = clocked(record, now)
     if isinstance(last_word, m.Error):
         return {**found, "error": last_word.code, "timings": timings}
     return {**found, "usage": last_word.usage, "run": last_word.run, "timings": {**timings, **last_word.timings}}
 
 
-def _clocked(record: Record, now: Now) -> dict[str, float]:
+def clocked(record: Record, now: Now) -> dict[str, float]:
     """The times of an attempt as the broker saw them; empty where there was no token."""
     if record.run is None or record.run.first_token is None:
         return {}
     first = record.run.first_token.mono
-    return {
-        "prefill_s": first - record.run.started.mono,
-        "decode_s": now.mono - first,
-        "time_to_first_token_s": first - record.admitted.mono,
-    }
+    found = {"prefill_s": first - record.run.started.mono, "decode_s": now.mono - first}
+    if record.first_token is not None:
+        found["time_to_first_token_s"] = record.first_token.mono - record.admitted.mono
+    return found

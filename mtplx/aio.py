@@ -24,16 +24,18 @@ from mtplx.client import (
     NOT_WELCOMED,
     UNREAD,
     WITHDRAWN,
-    StreamView,
+    credentials_of,
     endpoint_of,
-    result_of,
 )
 from mtplx.errors import BrokerUnreachableError
 from mtplx.link import Link
+from mtplx.messages import Delete, Kick, Status
+from mtplx.patience import Patience
 from mtplx.request import Asked, SubmitArguments, request_of
-from mtplx.session import Patience, Session
+from mtplx.session import Question, Session
 from mtplx.settings import Settings
 from mtplx.stream import Piece, Result, StreamState
+from mtplx.view import StreamView, result_of
 
 
 class AsyncStream(StreamView):
@@ -89,6 +91,7 @@ class AsyncClient:
         self.timeout = timeout
         self.idle_timeout = idle_timeout
         self.endpoint = endpoint_of(endpoint, settings)
+        self._settings = settings
         self._session = Session(self.endpoint, client=CLIENT_NAME)
         self._closed = False
         self._connecting = 0
@@ -109,7 +112,7 @@ class AsyncClient:
             raise BrokerUnreachableError(CLOSED)
         if self._link is None:
             self._session = Session(self.endpoint, client=CLIENT_NAME)
-            self._link = Link(self._session)
+            self._link = Link(self._session, credentials_of(self.endpoint, self._settings))
             self._loop = asyncio.get_running_loop()
             for descriptor in self._link.fds:
                 self._loop.add_reader(descriptor, _call, self._weak_turn)
@@ -157,11 +160,21 @@ class AsyncClient:
 
     async def cancel(self, job_id: bytes) -> dict[str, Any]:
         """Cancel any job of this broker by its id; returns the job's state afterwards."""
-        return await self._ask(job_id, cancel=True)
+        return await self._ask(Status(id=job_id), cancel=True)
 
-    async def status(self, job_id: bytes | None = None, *, jobs: bool = False) -> dict[str, Any]:
+    async def status(
+        self, job_id: bytes | None = None, *, jobs: bool = False, state: str | None = None, whole: bool = False
+    ) -> dict[str, Any]:
         """As `Client.status`."""
-        return await self._ask(job_id, jobs=jobs)
+        return await self._ask(Status(id=job_id, jobs=jobs, state=state, whole=whole))
+
+    async def kick(self, job_id: bytes) -> dict[str, Any]:
+        """As `Client.kick`."""
+        return await self._ask(Kick(id=job_id))
+
+    async def delete(self, job_id: bytes) -> dict[str, Any]:
+        """As `Client.delete`."""
+        return await self._ask(Delete(id=job_id))
 
     async def health(self) -> dict[str, Any]:
         """The broker's health: scheduler, worker, line, broker, counters."""
@@ -216,12 +229,10 @@ class AsyncClient:
         self._session.cancel(state)
         self._turn()
 
-    async def _ask(
-        self, job_id: bytes | None = None, *, jobs: bool = False, cancel: bool = False
-    ) -> dict[str, Any]:
+    async def _ask(self, question: Question, *, cancel: bool = False) -> dict[str, Any]:
         await self._open()
         session = self._session
-        ticket = session.ask(job_id, jobs=jobs, cancel=cancel)
+        ticket = session.ask(question, cancel=cancel)
         self._turn()
         try:
             await self._wait_for_answer(lambda: ticket.settled, NO_STATUS)

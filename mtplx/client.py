@@ -18,12 +18,15 @@ from types import TracebackType
 from typing import Any, Final, Self, Unpack
 
 from mtplx.errors import BrokerUnreachableError
+from mtplx.keys import Credentials, credentials
 from mtplx.link import Link
-from mtplx.messages import Progress
+from mtplx.messages import Delete, Kick, Status
+from mtplx.patience import Patience
 from mtplx.request import Asked, SubmitArguments, request_of
-from mtplx.session import Patience, Session
+from mtplx.session import Question, Session
 from mtplx.settings import Settings
 from mtplx.stream import Piece, Result, StreamState
+from mtplx.view import StreamView, result_of
 
 DEFAULT_TIMEOUT_S: Final = 10.0
 CLIENT_NAME: Final = "mtplx-python"
@@ -43,66 +46,13 @@ def endpoint_of(endpoint: str | None, settings: Settings | None) -> str:
     return (settings or Settings.load()).endpoint("front")
 
 
-def result_of(state: StreamState) -> Result:
-    """The result of an ended stream, or its error raised."""
-    if state.error is not None:
-        raise state.error
-    if state.result is None:
-        raise RuntimeError("The stream has not ended.")
-    return state.result
+def credentials_of(endpoint: str, settings: Settings | None) -> Credentials | None:
+    """The keys for *endpoint* by the settings given, or by those in force; an ipc endpoint needs none.
 
-
-class StreamView:
-    """What both kinds of stream tell about their job."""
-
-    def __init__(self, state: StreamState) -> None:
-        self._state = state
-
-    @property
-    def id(self) -> bytes:
-        """The job's id, 16 bytes."""
-        return self._state.id
-
-    @property
-    def seed(self) -> int:
-        """The seed in force: the job's own, or the one the broker drew."""
-        return self._state.admitted.seed if self._state.admitted else 0
-
-    @property
-    def admit_seq(self) -> int:
-        """Place in the order of all admissions; jobs run in this order."""
-        return self._state.admitted.admit_seq if self._state.admitted else -1
-
-    @property
-    def position(self) -> int:
-        """Jobs that were before this one at admission, the running one included."""
-        return self._state.admitted.position if self._state.admitted else -1
-
-    @property
-    def progress(self) -> Progress | None:
-        """The last PROGRESS, as of the last wait on this client."""
-        return self._state.progress
-
-    @property
-    def text(self) -> str:
-        """The answer as far as it has arrived, read or not."""
-        return self._state.text
-
-    @property
-    def _orphaned(self) -> bool:
-        """True for a job that goes on and whose only reader leaves."""
-        return not self._state.ended and not self._state.submit.finish
-
-    @property
-    def _unreadable(self) -> bool:
-        """True for a job that waits for credit, which only a reader gives, and goes on for ever without one."""
-        state = self._state
-        return state.submit.credit is not None and not state.ended and not state.cancel_wanted
-
-    @property
-    def ended(self) -> bool:
-        """True once the last word is here."""
-        return self._state.ended
+    Raises:
+        SettingsError: a key is missing, cannot be read, or is open to others.
+    """
+    return credentials(settings or Settings.load(), endpoint) if endpoint.startswith("tcp://") else None
 
 
 class Stream(StreamView):
@@ -151,16 +101,19 @@ class Stream(StreamView):
 class Client:
     """A connection to the broker.
 
+    settings: for *endpoint* where it is not given, and for the keys of an encrypted one (`server_key`, `key`).
     timeout: seconds to wait for answers to requests (connection, admission, status).
-    idle_timeout: seconds without any word of the broker after which an open stream is given up; None =
-    five of the broker's beats, at least 10 s. The broker beats while a job waits or reads its prompt.
+    idle_timeout: seconds without any word of the broker after which an open stream is given up; None = 60 s
+    without a connection, as a broker that is started anew goes on with its jobs, and five of its beats, at least
+    10 s, with one. The broker beats while a job waits or reads its prompt.
 
     Streams of one client may be read in any order and from several threads; a lock guards the connection.
     A stream itself belongs to one thread at a time. Do not use a client in a forked child.
 
     Raises:
-        BrokerUnreachableError: no broker answered in time; the message says what was found instead.
+        BrokerUnreachableError: no broker answered in time, or it refuses this key; the message says which.
         ProtocolError: something else answered.
+        SettingsError: the endpoint is none, or a key that it needs is missing.
     """
 
     def __init__(
@@ -181,7 +134,7 @@ class Client:
         # The thread that waits on the descriptors.
         self._reader: int | None = None
         self._session = Session(self.endpoint, client=CLIENT_NAME)
-        self._link = Link(self._session)
+        self._link = Link(self._session, credentials_of(self.endpoint, settings))
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -241,15 +194,35 @@ class Client:
         Raises:
             JobError: E_UNKNOWN_JOB.
         """
-        return self._ask(job_id, cancel=True)
+        return self._ask(Status(id=job_id), cancel=True)
 
-    def status(self, job_id: bytes | None = None, *, jobs: bool = False) -> dict[str, Any]:
+    def status(
+        self, job_id: bytes | None = None, *, jobs: bool = False, state: str | None = None, whole: bool = False
+    ) -> dict[str, Any]:
         """The broker's health; with *job_id* one job's state; with *jobs* `{"jobs": [states]}`.
+
+        state: only jobs in this state. whole: also what the job asks, and its answer so far.
 
         Raises:
             JobError: E_UNKNOWN_JOB.
         """
-        return self._ask(job_id, jobs=jobs)
+        return self._ask(Status(id=job_id, jobs=jobs, state=state, whole=whole))
+
+    def kick(self, job_id: bytes) -> dict[str, Any]:
+        """Put a buried job into the line again; returns its state.
+
+        Raises:
+            JobError: E_UNKNOWN_JOB, or E_CONFLICT where it is not buried.
+        """
+        return self._ask(Kick(id=job_id))
+
+    def delete(self, job_id: bytes) -> dict[str, Any]:
+        """Forget an ended job, a buried one among them; returns its last state.
+
+        Raises:
+            JobError: E_UNKNOWN_JOB, or E_CONFLICT where it has not ended.
+        """
+        return self._ask(Delete(id=job_id))
 
     def health(self) -> dict[str, Any]:
         """The broker's health: scheduler, worker, line, broker, counters."""
@@ -301,10 +274,10 @@ class Client:
             self._session.give_up(state, BrokerUnreachableError(WITHDRAWN))
             self._push()
 
-    def _ask(self, job_id: bytes | None = None, *, jobs: bool = False, cancel: bool = False) -> dict[str, Any]:
+    def _ask(self, question: Question, *, cancel: bool = False) -> dict[str, Any]:
         with self._changed:
             self._check_open()
-            ticket = self._session.ask(job_id, jobs=jobs, cancel=cancel)
+            ticket = self._session.ask(question, cancel=cancel)
             self._push()
         try:
             self._wait_for_answer(lambda: ticket.settled, NO_STATUS)

@@ -6,6 +6,7 @@
     ├── LockedError         another broker owns the endpoints                      exit 4
     ├── WorkerRefusedError  the broker will not take this worker                   exit 5
     ├── BrokerUnreachableError  no broker answered in time                         exit 6
+    ├── JournalError        the journal is damaged, or cannot be written           exit 7
     └── WireError           has a code of the table below
         ├── ProtocolError   bytes that are not MTX/1 (names the field)
         ├── BadJobError     a job that cannot be run as asked (names the field)
@@ -23,7 +24,7 @@ from typing import Any
 
 
 class Exit(IntEnum):
-    """Exit codes of the three programs; 0 also tells a service manager to leave the program down."""
+    """Exit codes of the three programs."""
 
     OK = 0
     FAILED = 1
@@ -32,7 +33,34 @@ class Exit(IntEnum):
     LOCKED = 4
     WORKER_REFUSED = 5
     UNREACHABLE = 6
+    JOURNAL = 7
     INTERNAL = 70
+    STALLED = 71
+    LEASE_LOST = 72
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What an exit code says. again: whether a service manager should start the program again."""
+
+    meaning: str
+    again: bool
+
+
+# The table for launchd and systemd: what ends for a reason that lasts would end so again.
+EXITS: dict[Exit, Ending] = {
+    Exit.OK: Ending("stopped as asked", again=False),
+    Exit.FAILED: Ending("a job failed or was cancelled", again=True),
+    Exit.SETTINGS: Ending("a setting or an argument is wrong", again=False),
+    Exit.MODEL_FILES: Ending("the model is missing, incomplete or damaged", again=False),
+    Exit.LOCKED: Ending("another broker holds the endpoints", again=False),
+    Exit.WORKER_REFUSED: Ending("the broker refused this worker", again=False),
+    Exit.UNREACHABLE: Ending("no broker answered", again=True),
+    Exit.JOURNAL: Ending("the journal is damaged, or cannot be written", again=False),
+    Exit.INTERNAL: Ending("a fault in mtplx; the log says more", again=True),
+    Exit.STALLED: Ending("the worker made no progress with a job for the stall limit", again=True),
+    Exit.LEASE_LOST: Ending("the worker lost its job and did not let go of it", again=True),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +79,11 @@ CODES: dict[str, Code] = {
     "E_UNKNOWN_KIND": Code("caller", False, "A kind byte this side does not know."),
     "E_TOO_LARGE": Code("caller", False, "A frame above its size limit; `detail.limit` gives it in bytes."),
     "E_BAD_JOB": Code("caller", False, "A job field is wrong or unknown; `field` names it."),
-    "E_CONFLICT": Code("caller", False, "The job id is taken by a job with other content; draw a new id."),
+    "E_CONFLICT": Code(
+        "caller",
+        False,
+        "The job id is taken by a job with other content, so draw a new id; or the job is in no state for that.",
+    ),
     "E_UNKNOWN_JOB": Code("caller", False, "No job of that id is known; it never came or is forgotten."),
     "E_QUEUE_FULL": Code("nobody", True, "The line is full; come back after `retry_after_ms`."),
     "E_DRAINING": Code("nobody", True, "The broker is stopping; submit again when it is back."),
@@ -59,7 +91,17 @@ CODES: dict[str, Code] = {
     "E_SLOW_READER": Code(
         "caller", False, "The answer was not read, and unread ones filled their limit of bytes."
     ),
-    "E_WORKER_LOST": Code("worker", True, "The worker died while it ran this job; submit under a new id."),
+    "E_WORKER_LOST": Code("worker", True, "The worker hands this job back; the broker gives it to the next one."),
+    "E_POISON": Code(
+        "caller", False, "The job ended the worker too often and is buried; `mtplx jobs kick` runs it again."
+    ),
+    "E_MODEL_CHANGED": Code(
+        "nobody", False, "The model is not the one that began the answer; submit under a new id for all of it."
+    ),
+    "E_ANSWER_LOST": Code(
+        "nobody", False, "More was received than the journal kept, and it cannot go on from there; use a new id."
+    ),
+    "E_JOURNAL": Code("nobody", True, "The journal cannot be written, so no job is taken; make room on the disk."),
     "E_NUMERIC": Code("worker", False, "The model produced NaN or infinite logits."),
     "E_INTERNAL": Code("worker", True, "A fault in mtplx; the log of the program says more."),
     "E_WORKER_EXISTS": Code("worker", False, "Another worker is live; a broker takes one at a time."),
@@ -102,6 +144,12 @@ class BrokerUnreachableError(MtplxError):
     """No broker answered in time; the message names the endpoint and the likely causes."""
 
     exit_code = Exit.UNREACHABLE
+
+
+class JournalError(MtplxError):
+    """The journal is damaged, of another version, or cannot be written; the message says what to do."""
+
+    exit_code = Exit.JOURNAL
 
 
 class WireError(MtplxError):

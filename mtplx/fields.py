@@ -1,9 +1,10 @@
-"""The kinds of field that messages are made of, and the fields that many of them share."""
+"""What messages are made of: their base, the kinds of field, and the fields that many of them share."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 
 class Wire(Enum):
@@ -41,3 +42,10 @@ LogprobsField = Annotated[
 ]
 Headers = Annotated[dict[str, str] | None, Wire.STR_MAP, "Trace context (`traceparent`, `tracestate`) and `x-*`."]
 Credit = Annotated[int | None, UINT, "How many chunks may be sent unasked; absent = no limit."]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """The base of all messages."""
+
+    KIND: ClassVar[int]

@@ -13,22 +13,16 @@ from zmq.utils.monitor import parse_monitor_message
 
 from mtplx import wire
 from mtplx.errors import BrokerUnreachableError
-from mtplx.session import Patience, Session
+from mtplx.keys import Credentials
+from mtplx.patience import Patience
+from mtplx.session import Session
 from mtplx.settings import check_endpoint
-from mtplx.sockets import COMMON, RECONNECT, set_all
+from mtplx.sockets import COMMON, HANDSHAKE_EVENTS, RECONNECT, Handshakes, check_encrypted, reach, set_all
 
 # A flood must not keep a reader from what has already arrived.
 MESSAGES_PER_TURN: Final = 256
 GOODBYE_MS: Final = 300
-_MECHANISM_MISMATCH: Final = 0x11000001
-_WATCHED: Final = (
-    zmq.EVENT_CONNECTED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
+_WATCHED: Final = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_EVENTS
 # Not IMMEDIATE: with it libzmq drops what arrived but was not yet read when a connection ends.
 _OPTIONS: Final = {zmq.LINGER: GOODBYE_MS}
 
@@ -40,21 +34,21 @@ class Link:
     turn again, until False, whenever one of them fires and after every message that was queued.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, credentials: Credentials | None = None) -> None:
         check_endpoint("endpoint", session.endpoint)
+        check_encrypted(session.endpoint, credentials)
         self.session = session
-        self.up = False
         self.closed = False
         self._handshakes = 0
         self._connected = False
-        self._refused = 0
+        self._handshake = Handshakes(credentials)
         self._encoded: deque[list[bytes]] = deque()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         set_all(self._socket, COMMON, RECONNECT, _OPTIONS)
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_WATCHED)
         self._monitor.setsockopt(zmq.LINGER, 0)
         session.hello()
-        self._socket.connect(session.endpoint)
+        reach(self._socket, session.endpoint, credentials)
         self.fds: tuple[int, ...] = (self._socket.getsockopt(zmq.FD), self._monitor.getsockopt(zmq.FD))
 
     def turn(self) -> bool:
@@ -95,13 +89,13 @@ class Link:
         )
 
     def stream_patience(self, deadline: float | None, idle: float | None) -> Patience:
-        """How long to wait for a job: until *deadline*, and *idle* seconds without a word (None = five beats)."""
+        """How long to wait for a job: until *deadline*, and *idle* seconds without a word (None: `idle_limit`)."""
         now = time.monotonic()
         return Patience(
             session=self.session,
             began=now,
             limit=None if deadline is None else max(0.0, deadline - now),
-            idle=self.session.idle_limit() if idle is None else idle,
+            idle=self.session.idle_limit if idle is None else lambda: idle,
             missing=_not_ended,
             lost=self._silent,
         )
@@ -110,9 +104,9 @@ class Link:
         return self.unreachable(f"No word for {idle_s:g} s from the broker")
 
     def _cause(self) -> str:
-        if self._refused == _MECHANISM_MISMATCH:
-            return "what listens there wants CURVE encryption, which this client does not offer."
-        if self._handshakes and not self.up:
+        if self._handshake.cause():
+            return self._handshake.cause()
+        if self._handshakes and not self.session.up:
             return "the connection is gone and the broker has not come back. Is `mtplx serve` running?"
         if self._handshakes and self.session.welcome is None:
             return (
@@ -121,11 +115,8 @@ class Link:
             )
         if self._handshakes:
             return "the broker is connected but silent; it hangs or is stopped."
-        if self._refused or self._connected:
-            return (
-                "something listens there that does not speak this protocol (ZeroMQ without encryption): "
-                "another program, or a broker that wants CURVE."
-            )
+        if self._connected:
+            return "something listens there that does not speak this protocol (ZeroMQ): it is another program."
         return self._nobody()
 
     def _nobody(self) -> str:
@@ -152,8 +143,9 @@ class Link:
             moved = True
             event = parse_monitor_message(frames)
             kind = event["event"]
+            self._handshake.take(event)
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.up = True
+                self.session.up, self.session.heard = True, time.monotonic()
                 if self._handshakes:
                     self._encoded.clear()
                     self.session.reconnected()
@@ -161,14 +153,16 @@ class Link:
             elif kind == zmq.EVENT_CONNECTED:
                 self._connected = True
             elif kind == zmq.EVENT_DISCONNECTED:
-                self.up = False
-            else:
-                self._refused = event["value"] or 1
+                self.session.up = False
+            elif self._handshake.refused and self.session.failure is None:
+                # There will be no other connection: whoever waits need not wait on.
+                what = "No broker answers" if self.session.welcome is None else "The connection is lost"
+                self.session.fail(self.unreachable(what))
 
     def _send(self) -> bool:
         moved = False
         outbox = self.session.outbox
-        while self.up and (outbox or self._encoded):
+        while self.session.up and (outbox or self._encoded):
             if not self._encoded:
                 self._encoded.append(wire.encode(outbox.popleft()))
             try:

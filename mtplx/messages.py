@@ -19,25 +19,74 @@ from mtplx.fields import (
     Attempt,
     Count,
     Credit,
-    Epoch,
     First,
     Headers,
     JobId,
-    Lease,
     LogprobsField,
+    Message,
     Text,
     TokenIds,
     Wire,
 )
+from mtplx.worker_messages import (
+    Accepted,
+    BrokerBeat,
+    CancelRun,
+    Drawn,
+    Fail,
+    Final,
+    Quiet,
+    Ready,
+    Run,
+    WorkerBeat,
+    WorkerBye,
+    WorkerChunk,
+)
+
+__all__ = [
+    "FROM_CLIENT",
+    "FROM_WORKER",
+    "MAGIC",
+    "TO_CLIENT",
+    "TO_WORKER",
+    "VERSION",
+    "Accepted",
+    "Ack",
+    "Admitted",
+    "BrokerBeat",
+    "Bye",
+    "Cancel",
+    "CancelRun",
+    "Chunk",
+    "Delete",
+    "Done",
+    "Draining",
+    "Drawn",
+    "Error",
+    "Fail",
+    "Final",
+    "GiveCredit",
+    "Hello",
+    "Kick",
+    "Message",
+    "Ping",
+    "Pong",
+    "Progress",
+    "Quiet",
+    "Ready",
+    "Resume",
+    "Run",
+    "Started",
+    "Status",
+    "StatusReply",
+    "Submit",
+    "Welcome",
+    "WorkerBeat",
+    "WorkerBye",
+    "WorkerChunk",
+]
 
 VERSION, MAGIC = 1, b"MTX\x01"
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """The base of all messages."""
-
-    KIND: ClassVar[int]
 
 
 # --- producer to broker
@@ -97,7 +146,7 @@ class GiveCredit(Message):
 
 @dataclass(frozen=True, slots=True)
 class Ack(Message):
-    """Lets the broker forget a finished job before its retention ends. No answer."""
+    """Lets the broker forget an ended job before its retention ends; a buried one stays. No answer."""
 
     KIND: ClassVar[int] = 0x06
     id: JobId
@@ -110,6 +159,24 @@ class Status(Message):
     KIND: ClassVar[int] = 0x07
     id: Annotated[bytes | None, ID, "One job."] = None
     jobs: Annotated[bool, BOOL, "All jobs, running first, then the line, then finished ones."] = False
+    state: Annotated[str | None, STR, "Only jobs in this state; with `jobs`."] = None
+    whole: Annotated[bool, BOOL, "With `id`: the job as submitted and the answer so far, too."] = False
+
+
+@dataclass(frozen=True, slots=True)
+class Kick(Message):
+    """Puts a buried job at the end of the line, with all its attempts; answered by STATUS_REPLY or ERROR."""
+
+    KIND: ClassVar[int] = 0x0A
+    id: JobId
+
+
+@dataclass(frozen=True, slots=True)
+class Delete(Message):
+    """Forgets an ended job, a buried one among them; answered by STATUS_REPLY (`state` is `deleted`) or ERROR."""
+
+    KIND: ClassVar[int] = 0x0B
+    id: JobId
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +297,7 @@ class Pong(Message):
 
 @dataclass(frozen=True, slots=True)
 class Draining(Message):
-    """The broker stops; new jobs are refused, open ones get their last word."""
+    """The broker stops: no job is taken any more. Those that it does not end go on when it is back."""
 
     KIND: ClassVar[int] = 0x89
 
@@ -248,153 +315,12 @@ class Progress(Message):
     worker: Annotated[str, STR, "`ready`, `busy` or `absent`."] = ""
 
 
-# --- worker to broker
-
-
-@dataclass(frozen=True, slots=True)
-class Ready(Message):
-    """The worker has a warm model and no job; answered by ACCEPTED or ERROR."""
-
-    KIND: ClassVar[int] = 0x21
-    worker_id: Annotated[bytes, ID, "Drawn at each start of the worker."]
-    pid: Annotated[int, UINT, "Process id on its machine."]
-    mode: Annotated[str, STR, "Scheduler mode; must equal the broker's."]
-    stage: Annotated[str, STR, "Hyper stage in force: `h0`, `h1` or `h2`; empty in serial mode."]
-    model: Annotated[str, STR, "Name of the loaded model."]
-    vocabulary: Annotated[int, UINT, "Token ids are below this."]
-    context: Annotated[int, UINT, "Most positions of a job, prompt and answer; why: `info.context_why`."]
-    info: Annotated[dict[str, Any], Wire.MAP, "For health: `device`, `dtype`, `row_invariant`, `versions` etc."]
-    epoch: Epoch = 0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerChunk(Message):
-    """Tokens drawn since the last one; every token is reported."""
-
-    KIND: ClassVar[int] = 0x22
-    id: JobId
-    attempt: Attempt
-    lease: Lease
-    first: First
-    n: Count
-    ids: TokenIds
-    text: Text
-    logprobs: LogprobsField = None
-
-
-@dataclass(frozen=True, slots=True)
-class Final(Message):
-    """The attempt ended as asked or by cancel."""
-
-    KIND: ClassVar[int] = 0x23
-    id: JobId
-    attempt: Attempt
-    lease: Lease
-    finish_reason: Annotated[str, STR, BODY, "`stop`, `length` or `cancelled`."]
-    prompt_tokens: Annotated[int, UINT, BODY, "Tokens of the prompt."]
-    cached_tokens: Annotated[int, UINT, BODY, "Prompt tokens whose rows were reused."]
-    max_tokens_used: Annotated[int, UINT, BODY, "The budget after it was cut to what fits."]
-    prefill_s: Annotated[float, FLOAT, BODY, "Seconds from the start of the attempt to its first token."]
-    decode_s: Annotated[float, FLOAT, BODY, "Seconds from the first token to the last."]
-    sha256: Annotated[str, STR, BODY, "As in DONE."]
-    route: Annotated[str, STR, BODY, "`serial_b1`, or the width executor's name."]
-    row_invariant: Annotated[bool, BOOL, BODY, "Whether rows are computed alike for every width."]
-    speculation: Annotated[dict[str, Any], Wire.MAP, BODY, "As `run.speculation` of DONE."]
-    prefix_exact: Annotated[bool, BOOL, BODY, "Whether the reused rows are those a cold run would write."] = True
-
-
-@dataclass(frozen=True, slots=True)
-class Fail(Message):
-    """The attempt ended in an error."""
-
-    KIND: ClassVar[int] = 0x24
-    id: JobId
-    attempt: Attempt
-    lease: Lease
-    code: Annotated[str, STR, "One of the error codes."]
-    message: Annotated[str, STR, "A sentence for people."]
-    field: Annotated[str | None, STR, "The offending job field."] = None
-    detail: Annotated[dict[str, Any] | None, Wire.MAP, "Numbers behind the message."] = None
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerBeat(Message):
-    """Sent on a clock by a thread of its own, over a connection of its own."""
-
-    KIND: ClassVar[int] = 0x25
-    worker_id: Annotated[bytes, ID, "As in READY."]
-    progress: Annotated[int, UINT, "Grows with every prefill chunk and every token."]
-    lease: Annotated[int | None, UINT, "The lease that runs, if any."] = None
-    phase: Annotated[str, STR, "`idle`, `prefill` or `decode`."] = "idle"
-    done: Annotated[int, UINT, "As in PROGRESS."] = 0
-    total: Annotated[int, UINT, "As in PROGRESS."] = 0
-    epoch: Epoch = 0
-    prefix: Annotated[dict[str, Any] | None, Wire.MAP, "Counts of reuse; see What health tells."] = None
-    width: Annotated[int, UINT, "Rows of the latest decode forward, its own speculative ones included."] = 1
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerBye(Message):
-    """The worker leaves after the job it runs, if any; answered by QUIET."""
-
-    KIND: ClassVar[int] = 0x26
-    worker_id: Annotated[bytes, ID, "As in READY."]
-
-
-# --- broker to worker
-
-
-@dataclass(frozen=True, slots=True)
-class Run(Message):
-    """Runs one attempt; no other RUN follows before its FINAL or FAIL."""
-
-    KIND: ClassVar[int] = 0xA1
-    id: JobId
-    attempt: Attempt
-    lease: Lease
-    seed: Annotated[int, UINT, "The seed in force."]
-    job: Annotated[bytes, Wire.RAW, BODY, "The job as submitted."]
-    h: Headers = None
-
-
-@dataclass(frozen=True, slots=True)
-class CancelRun(Message):
-    """Ends the attempt within one decode step or prefill chunk; FINAL follows."""
-
-    KIND: ClassVar[int] = 0xA2
-    lease: Lease
-
-
-@dataclass(frozen=True, slots=True)
-class Quiet(Message):
-    """No more jobs will come: the broker stops, or the worker said BYE."""
-
-    KIND: ClassVar[int] = 0xA3
-
-
-@dataclass(frozen=True, slots=True)
-class BrokerBeat(Message):
-    """The broker lives. No answer."""
-
-    KIND: ClassVar[int] = 0xA4
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted(Message):
-    """The worker is the one worker from here on."""
-
-    KIND: ClassVar[int] = 0xA5
-    boot_id: Annotated[bytes, ID, "As in WELCOME."]
-    beat_ms: Annotated[int, UINT, "How often the worker must beat."]
-    epoch: Epoch = 0
-
-
 def _table(*kinds: type[Message]) -> dict[int, type[Message]]:
     return {kind.KIND: kind for kind in kinds}
 
 
 # Who may say what on which socket; a kind of another table is unknown there.
-FROM_CLIENT = _table(Hello, Submit, Cancel, Resume, GiveCredit, Ack, Status, Ping, Bye)
+FROM_CLIENT = _table(Hello, Submit, Cancel, Resume, GiveCredit, Ack, Status, Kick, Delete, Ping, Bye)
 TO_CLIENT = _table(Welcome, Admitted, Started, Chunk, Done, Error, StatusReply, Pong, Draining, Progress)
 FROM_WORKER = _table(Ready, WorkerChunk, Final, Fail, WorkerBeat, WorkerBye)
-TO_WORKER = _table(Run, CancelRun, Quiet, BrokerBeat, Accepted, Error)
+TO_WORKER = _table(Run, Drawn, CancelRun, Quiet, BrokerBeat, Accepted, Error)

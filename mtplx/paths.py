@@ -22,6 +22,11 @@ def default_run() -> Path:
     return run
 
 
+def default_state() -> Path:
+    """`~/.mtplx/state`: what outlives a restart."""
+    return Path.home() / ".mtplx" / "state"
+
+
 def default_cache(cache_home: Path | None) -> Path:
     """The user's cache folder by the habit of the system; *cache_home* is XDG's word for it."""
     if cache_home is not None:
@@ -50,8 +55,10 @@ def check_ipc_path(path: str) -> None:
         )
 
 
-def private_folder(path: Path) -> Path:
+def private_folder(path: Path, flag: str = "--run-dir") -> Path:
     """Make *path* a folder that only this user can enter; an existing one must already be.
+
+    *flag* is what chooses it.
 
     Raises:
         SettingsError: when it belongs to somebody else, is a link, or others may enter.
@@ -61,14 +68,13 @@ def private_folder(path: Path) -> Path:
         found = path.lstat()
     except OSError as error:
         raise SettingsError(
-            f"The folder {path} cannot be made ({error.strerror or error}); choose another --run-dir."
+            f"The folder {path} cannot be made ({error.strerror or error}); choose another {flag}."
         ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise SettingsError(f"{path} must be a folder of your own; choose another --run-dir.")
+        raise SettingsError(f"{path} must be a folder of your own; choose another {flag}.")
     if stat.S_IMODE(found.st_mode) & 0o077:
         # Advice to close a shared folder such as /tmp would break the machine.
         ours = f", or run: chmod 700 {path}" if path.is_relative_to(Path.home()) else ""
-        raise SettingsError(
-            f"{path} is open to others; choose a folder of your own, for instance --run-dir ~/.mtplx/run{ours}."
-        )
+        own = f"{flag} ~/.mtplx/{flag.removeprefix('--').removesuffix('-dir')}"
+        raise SettingsError(f"{path} is open to others; choose a folder of your own, for instance {own}{ours}.")
     return path

@@ -1,4 +1,4 @@
-"""Scripts for the worker double of `mtplx.testing`: which tokens, how fast, and which fault."""
+"""Scripts for the worker double of `mtplx.testing`: who it is, which tokens, how fast, and which fault."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ class Script:
     token_s, prefill_step_s: seconds each takes; 0 is as fast as it can.
     per_chunk: tokens in one chunk.  prefill_steps: looks for a cancel before the first token.
     finish_reason: None says `length` where the budget ended the answer, else `stop`.
-    fault_after: tokens drawn before the fault; -1 puts it before prefill.
+    fault_after: tokens of the answer before the fault, earlier attempts included; -1 puts it before prefill.
+    fault_attempts: the fault comes in this many attempts of a job; None, in each.
+    seeded: the tokens of a counted answer depend on the job's seed and their index, not on the index alone.
     """
 
     tokens: int | None = None
@@ -53,7 +55,13 @@ class Script:
     finish_reason: str | None = None
     fault: Fault = Fault.NONE
     fault_after: int = 0
+    fault_attempts: int | None = None
     fail_code: str = "E_INTERNAL"
+    seeded: bool = False
+
+    def faulty(self, attempt: int) -> bool:
+        """Whether the fault comes in the attempt of that number, counted from 1."""
+        return self.fault is not Fault.NONE and (self.fault_attempts is None or attempt <= self.fault_attempts)
 
     @classmethod
     def of_job(cls, job: Job, base: Script) -> Script:
@@ -64,10 +72,29 @@ class Script:
         return dataclasses.replace(base, **asked)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Persona:
+    """What the worker says of itself in READY. host, born: empty and 0 where its process must not be killed."""
+
+    mode: str = "hyper"
+    stage: str = "h0"
+    model: str = "scripted"
+    vocabulary: int = 1000
+    context: int = 32768
+    model_hash: str = "scripted"
+    build_hash: str = "scripted"
+    host: str = ""
+    born: float = 0.0
+    info: dict[str, Any] = dataclasses.field(
+        default_factory=lambda: {"device": "none", "row_invariant": True, "width_executor": False}
+    )
+
+
 class Answer(NamedTuple):
-    """All tokens of an answer, and the encoded body of each chunk."""
+    """All tokens of an answer, and the encoded body of each chunk from token *drawn* on."""
 
     ids: tuple[int, ...]
+    drawn: int
     bodies: tuple[bytes, ...]
 
 
@@ -79,11 +106,11 @@ def prompt_words(job: Job) -> list[str]:
     return " ".join(texts).split()
 
 
-def answer_of(job: Job, script: Script, vocabulary: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The ids and texts a ScriptedWorker gives: a function of the prompt and the script alone."""
+def answer_of(job: Job, script: Script, vocabulary: int, seed: int = 0) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The ids and texts a ScriptedWorker gives: a function of prompt, script and *seed* alone, not of attempts."""
     if script.tokens is not None:
         count = min(script.tokens, job.max_tokens)
-        return _numbered(count, vocabulary)
+        return _seeded(count, vocabulary, seed) if script.seeded else _numbered(count, vocabulary)
     words = prompt_words(job)[: job.max_tokens]
     texts = tuple(word if index == 0 else f" {word}" for index, word in enumerate(words))
     return tuple(zlib.crc32(text.encode()) % vocabulary for text in texts), texts
@@ -95,16 +122,22 @@ def _numbered(count: int, vocabulary: int) -> tuple[tuple[int, ...], tuple[str, 
 
 
 @lru_cache(maxsize=8)
-def encoded(ids: tuple[int, ...], texts: tuple[str, ...], per_chunk: int, logprobs: int) -> Answer:
-    """The chunk bodies of an answer, made before its first chunk leaves."""
+def _seeded(count: int, vocabulary: int, seed: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    texts = tuple(f"{seed:x}.{index} " for index in range(count))
+    return tuple(zlib.crc32(text.encode()) % vocabulary for text in texts), texts
+
+
+@lru_cache(maxsize=8)
+def encoded(ids: tuple[int, ...], texts: tuple[str, ...], drawn: int, per_chunk: int, logprobs: int) -> Answer:
+    """The chunk bodies of an answer whose first *drawn* tokens are there, made before its first chunk leaves."""
     bodies = []
-    for first in range(0, len(ids), per_chunk):
+    for first in range(drawn, len(ids), per_chunk):
         some = ids[first : first + per_chunk]
         body: dict[str, Any] = {"ids": some, "text": "".join(texts[first : first + per_chunk])}
         if logprobs:
             body["logprobs"] = [[[token, -0.25 * rank] for rank in range(logprobs)] for token in some]
         bodies.append(bytes(msgpack.packb(body)))
-    return Answer(ids, tuple(bodies))
+    return Answer(ids, drawn, tuple(bodies))
 
 
 def chunks(run: Run, answer: Answer, per_chunk: int) -> Iterator[tuple[int, list[bytes]]]:
@@ -115,7 +148,7 @@ def chunks(run: Run, answer: Answer, per_chunk: int) -> Iterator[tuple[int, list
     # A map of five keys: three that never change, then `first` and `n`.
     start = b"\x85" + pack(common)[1:] + pack("first")
     for index, body in enumerate(answer.bodies):
-        first = index * per_chunk
+        first = answer.drawn + index * per_chunk
         n = min(per_chunk, len(answer.ids) - first)
         yield first, [MAGIC, kind, start + pack(first) + b"\xa1n" + pack(n), body]
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 import zmq
 
@@ -19,7 +19,7 @@ from mtplx import messages as m
 from mtplx import wire
 from mtplx.errors import Exit
 from mtplx.job import Job
-from mtplx.script import Fault, Script, answer_of, chunk_of, chunks, encoded, final_of, prompt_words
+from mtplx.script import Fault, Persona, Script, answer_of, chunk_of, chunks, encoded, final_of, prompt_words
 from mtplx.sockets import worker_dealer
 
 # How long a waiting worker may take to see that it was told to stop.
@@ -31,25 +31,12 @@ READY_AGAIN_S: Final = 1.0
 LEAVE_S: Final = 0.5
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Persona:
-    """What the worker says of itself in READY."""
-
-    mode: str = "hyper"
-    stage: str = "h0"
-    model: str = "scripted"
-    vocabulary: int = 1000
-    context: int = 32768
-    info: dict[str, Any] = dataclasses.field(
-        default_factory=lambda: {"device": "none", "row_invariant": True, "width_executor": False}
-    )
-
-
 class Event(NamedTuple):
     """One line of a worker's log: `at` is `time.monotonic()`, the same clock in all processes of a machine.
 
     Events: ready, accepted, refused, unknown, run, first, cancel, final, fail, fault, drop, overlap (a RUN
-    while one runs), quiet, bye. `tokens` counts those drawn so far.
+    while one runs), astray (DRAWN does not begin the answer), quiet, bye. `tokens` counts those drawn so far,
+    by earlier attempts too.
     """
 
     event: str
@@ -77,13 +64,13 @@ class ScriptedWorker:
         back: str,
         script: Script | Callable[[m.Run, Job], Script] | None = None,
         *,
-        persona: Persona = Persona(),
+        persona: Persona | None = None,
         log_file: Path | None = None,
         own_process: bool = False,
         drain_s: float = 0.0,
     ) -> None:
         self.back = back
-        self.persona = persona
+        self.persona = persona or Persona()
         self.worker_id = secrets.token_bytes(16)
         self.log: list[Event] = []
         self.refused: m.Error | None = None
@@ -100,6 +87,7 @@ class ScriptedWorker:
         self._epoch = self._accepted = self._unknown = 0
         self._beat_s = FIRST_BEAT_S
         self._progress = 0
+        self._drawn: m.Drawn | None = None
         self._drain_until = self._again_at = 0.0
         self._now: tuple[str, int | None, int, int] = ("idle", None, 0, 0)  # phase, lease, done, total
         self._thread = threading.Thread(target=self.serve, name="scripted-worker", daemon=True)
@@ -203,9 +191,11 @@ class ScriptedWorker:
         match message:
             case m.Run() if not self._disowned:
                 self._run(message)
+            case m.Drawn():
+                self._drawn = message
             case m.Accepted() if message.epoch == self._epoch != self._accepted:
                 self._beat_s, self._quiet = message.beat_ms / 1000, False
-                self._accepted = message.epoch
+                self._accepted, self._drawn = message.epoch, None
                 self._note("accepted")
             case m.Error(retryable=False):
                 self.refused = message
@@ -264,11 +254,13 @@ class ScriptedWorker:
     # --- one job
 
     def _run(self, run: m.Run) -> None:
-        self._note("run", run)
+        told, self._drawn = self._drawn, None
+        drawn = told.ids if told is not None and told.lease == run.lease else ()
+        self._note("run", run, len(drawn))
         job = Job.parse(wire.unpack_body(run.job, wire.MAX_FRAME_BYTES))
         script = self._script(run, job) if callable(self._script) else self._script
         try:
-            self._attempt(run, job, Script.of_job(job, script))
+            self._attempt(run, job, Script.of_job(job, script), drawn)
         except _Dropped:
             self._drop(run)
         finally:
@@ -279,22 +271,26 @@ class ScriptedWorker:
             # As the real worker at its drain limit: nobody cancelled the job.
             self._say_bye()
             why = "The worker was stopped; submit the job under a new id."
-            self._try_send(self._socket, m.Fail(run.id, run.attempt, run.lease, "E_WORKER_LOST", why))
+            word = m.Fail(run.id, run.attempt, run.lease, "E_WORKER_LOST", why, detail={"reason": "left"})
+            self._try_send(self._socket, word)
             self._note("fail", run)
         else:
             self._note("drop", run)
 
-    def _attempt(self, run: m.Run, job: Job, script: Script) -> None:
-        answer = encoded(*answer_of(job, script, self.persona.vocabulary), script.per_chunk, job.logprobs)
+    def _attempt(self, run: m.Run, job: Job, script: Script, drawn: tuple[int, ...]) -> None:
+        ids, texts = answer_of(job, script, self.persona.vocabulary, run.seed)
+        if ids[: len(drawn)] != drawn:
+            self._note("astray", run, len(drawn))
+        answer = encoded(ids, texts, len(drawn), script.per_chunk, job.logprobs)
         begun, prompt = time.monotonic(), len(prompt_words(job))
-        pending = script.fault is not Fault.NONE
+        pending = script.faulty(run.attempt)
         if pending and script.fault_after < 0:
             pending = False
-            if self._fault(run, script, 0):
+            if self._fault(run, script, len(drawn)):
                 return
         cancelled = self._prefill(run, script, prompt)
         first_at = due = time.monotonic()
-        sent, total = 0, len(answer.ids)
+        sent, total = len(drawn), len(answer.ids)
         for first, frames in () if cancelled else chunks(run, answer, script.per_chunk):
             if pending and first >= script.fault_after:
                 pending = False
@@ -307,7 +303,7 @@ class ScriptedWorker:
                 break
             self._send_frames(frames)
             sent = min(first + script.per_chunk, total)
-            if first == 0:
+            if first == len(drawn):
                 self._note("first", run, sent)
             self._progress += 1
             self._now = ("decode", run.lease, sent, job.max_tokens)

@@ -7,12 +7,12 @@ clients move bytes and wait; nothing else.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from mtplx import wire
-from mtplx.errors import BadJobError, BrokerUnreachableError, MtplxError, ProtocolError
+from mtplx.errors import BadJobError, MtplxError, ProtocolError
 from mtplx.job import Job
 from mtplx.messages import (
     TO_CLIENT,
@@ -21,10 +21,12 @@ from mtplx.messages import (
     Bye,
     Cancel,
     Chunk,
+    Delete,
     Done,
     Error,
     GiveCredit,
     Hello,
+    Kick,
     Message,
     Progress,
     Started,
@@ -38,9 +40,14 @@ from mtplx.stream import FAULTS, Piece, StreamState, error_of
 ID_BYTES: Final = 16
 # How many ended jobs are remembered, to count what comes after a last word.
 REMEMBERED: Final = 256
-# Silence of this many beats, and at least this many seconds, means that the broker is gone.
+# Silence of this many beats, and at least this many seconds, on a connection means that the broker hangs.
 IDLE_BEATS: Final = 5
 MIN_IDLE_S: Final = 10.0
+# Without a connection the broker may be starting anew, and goes on with the job when it is back.
+RETURN_S: Final = 60.0
+
+
+Question = Status | Kick | Delete
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +57,7 @@ class Ticket:
     cancel: the wish that goes before the question, where it asks for a job's state after a cancel.
     """
 
-    question: Status
+    question: Question
     about: str
     cancel: Cancel | None = None
     answer: dict[str, Any] | None = None
@@ -74,7 +81,7 @@ class Session:
 
     outbox: messages to send, oldest first. failure: ends everything when set.
     after_last_word: messages about a job after its last word; 0 with a broker that keeps its promises.
-    stray_errors: errors about nothing that is open.
+    stray_errors: errors about nothing that is open. up: whether there is a connection, as the link sees it.
     """
 
     endpoint: str
@@ -87,6 +94,7 @@ class Session:
     after_last_word: int = 0
     stray_errors: int = 0
     heard: float = 0.0
+    up: bool = False
     # What waits for its first answer, oldest first: questions, and jobs not yet admitted. Keys are `id()`s.
     _open: dict[int, Ticket | StreamState] = field(default_factory=dict)
     # Answers that are still to come to questions nobody waits for any more, by what they are about.
@@ -146,15 +154,17 @@ class Session:
             self.outbox.append(GiveCredit(id=state.id, upto_seq=upto))
         return piece
 
-    def ask(self, job_id: bytes | None = None, *, jobs: bool = False, cancel: bool = False) -> Ticket:
-        """Queue a STATUS question, with *cancel* after the wish that the job ends; `drop` it in the end.
+    def ask(self, question: Question, *, cancel: bool = False) -> Ticket:
+        """Queue a question, with *cancel* after the wish that its job ends; `drop` it in the end.
 
         Raises:
-            BadJobError: *job_id* is no id.
+            BadJobError: the id in it is none.
         """
+        job_id = question.id
         if job_id is not None and (type(job_id) is not bytes or len(job_id) != ID_BYTES):
             raise BadJobError(f"A job id has exactly {ID_BYTES} bytes, not {job_id!r:.64}.", field="job_id")
-        ticket = Ticket(Status(id=job_id, jobs=jobs), job_id.hex() if job_id else "jobs" if jobs else "health")
+        jobs = isinstance(question, Status) and question.jobs
+        ticket = Ticket(question, job_id.hex() if job_id else "jobs" if jobs else "health")
         if cancel and job_id is not None:
             ticket.cancel = Cancel(id=job_id)
             self.outbox.append(ticket.cancel)
@@ -220,7 +230,9 @@ class Session:
                 self._route(message.id, message)
 
     def idle_limit(self) -> float:
-        """Seconds of silence with an open job after which the broker counts as gone."""
+        """Seconds of silence with an open job after which it is given up."""
+        if not self.up:
+            return RETURN_S
         beat_s = self.welcome.beat_ms / 1000 if self.welcome else 0.0
         return max(MIN_IDLE_S, IDLE_BEATS * beat_s)
 
@@ -267,17 +279,34 @@ class Session:
         unknown = message.code == "E_UNKNOWN_JOB"
         if self.restarted and unknown:
             message = replace(
-                message, message="The broker was started anew and does not know this job; submit it again."
+                message,
+                message="The broker was started anew and does not know this job; use a new id.",
             )
         state = self.streams.get(job_id)
         if state is None or unknown:
             ticket = self._take_ticket(job_id.hex())
             if ticket is not None:
                 ticket.error = error_of(message)
+        if state is not None and unknown and self._began_anew(state):
+            return
         if state is not None and state.admitted is not None and message.code in FAULTS:
             self.stray_errors += 1
         else:
             self._route(job_id, message)
+
+    def _began_anew(self, state: StreamState) -> bool:
+        """Whether a new broker's not knowing a job that has not begun costs nothing: it is submitted again."""
+        if not self.restarted:
+            return False
+        if state.admitted is None:
+            # No answer to SUBMIT: it is about what was said before.
+            return True
+        if state.ids or state.cancel_wanted:
+            return False
+        state.forget_admission()
+        self._open[id(state)] = state
+        self.outbox.append(state.submit)
+        return True
 
     def _error_without_id(self, message: Error) -> None:
         """It is about the connection, or about the message the broker read last, and ends no job."""
@@ -337,36 +366,3 @@ class Session:
         self._ended[state.id] = given_up
         if len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
-
-
-@dataclass(slots=True)
-class Patience:
-    """How long a wait may take: *limit* seconds in all, *idle* seconds without a word of the broker.
-
-    `missing` makes the error of a wait that took too long.
-    """
-
-    session: Session
-    began: float
-    limit: float | None
-    idle: float | None
-    missing: Callable[[], Exception]
-    lost: Callable[[float], BrokerUnreachableError]
-
-    def left(self, now: float) -> float | None:
-        """Seconds the caller may go on waiting; None = for ever.
-
-        Raises:
-            Exception: of `missing` or `lost`, when the time is up.
-        """
-        ends = []
-        if self.limit is not None:
-            ends.append(self.began + self.limit - now)
-            if ends[-1] <= 0:
-                raise self.missing()
-        if self.idle is not None:
-            # Silence while nobody listened proves nothing: count from the start of this wait.
-            ends.append(max(self.session.heard, self.began) + self.idle - now)
-            if ends[-1] <= 0:
-                raise self.lost(self.idle)
-        return min(ends, default=None)

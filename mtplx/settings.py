@@ -6,13 +6,13 @@ This is the only file that reads the environment. Anything unknown is an error t
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from mtplx import paths
 from mtplx.errors import SettingsError
@@ -22,9 +22,13 @@ PREFIX: Final = "MTPLX_"
 STAGES: Final = ("auto", "h0", "h1", "h2")
 DRAFTS: Final = ("auto", "ngram", "mtp", "none")
 PRESETS: Final = ("solo", "latency", "agent", "throughput")
+DURABILITIES: Final = ("full", "os", "none")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 # WELCOME tells limits, and milliseconds are a thousand times more; both must fit 64 bits.
-LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+LOOPBACK: Final = ("127.0.0.1", "localhost", "[::1]")
+MAX_PORT: Final = 65_535
+_WILDCARDS: Final = {"*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 - none is bound here
+_TCP: Final = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+(%\w+)?\]|[\w.*-]+):(?P<port>[0-9]{1,5})")
 
 
 class SchedulerMode(StrEnum):
@@ -63,9 +67,22 @@ class Settings:
     draft: str = _setting("auto", "Where drafts come from: auto, ngram, model:PATH, mtp, or none.")
     run_dir: Path = _setting(paths.default_run, "Folder of sockets and lock, mode 0700.")
     cache_dir: Path = _setting(_default_cache, "Folder of pulled models and compiled kernels.")
-    front: str = _setting("", "Endpoint for producers (ipc:// or loopback tcp://); default in run_dir.")
+    front: str = _setting(
+        "", "Endpoint for producers, ipc:// or tcp:// (encrypted beyond loopback); default in run_dir."
+    )
     back: str = _setting("", "Endpoint for the worker; default in run_dir.")
+    state_dir: Path | None = _setting(
+        None,
+        "Folder of journal and keys, mode 0700; default ~/.mtplx/state, or state in your run_dir.",
+    )
+    curve: bool = _setting(default=False, text="Encrypt loopback tcp as well, and ask for allowed keys there.")
+    server_key: str = _setting("", "The broker's public key, or a file with it, for producers and the worker.")
+    key: str = _setting("", "Your own secret key: a name of `mtplx keys new`, or a file.")
+    durability: str = _setting(
+        "full", "When a job counts as taken: full, it is flushed to the disk; os, written; none, in memory alone."
+    )
     queue_jobs: int = _setting(1000, "Jobs that may wait; more are refused with a retry hint.")
+    client_jobs: int = _setting(1000, "Jobs that one connection may have open.")
     queue_bytes: int = _setting(256 * 1024**2, "Bytes of jobs that may wait.")
     max_job_bytes: int = _setting(1024**2, "Largest job taken; checking one holds the broker up for 0.1 s a MiB.")
     retain_s: float = _setting(600.0, "Seconds an answer is kept once it was read or left.")
@@ -86,6 +103,7 @@ class Settings:
         """Check every value; the automatic ones were filled in by `load`."""
         _one_of("hyper_stage", self.hyper_stage, STAGES)
         _one_of("batching_preset", self.batching_preset, PRESETS)
+        _one_of("durability", self.durability, DURABILITIES)
         _one_of("log_level", self.log_level, LOG_LEVELS)
         self._check_values()
         if self.dead_s < 2 * self.beat_s:
@@ -167,6 +185,19 @@ class Settings:
         """The endpoint of *side*: `front` for producers, `back` for the worker."""
         return getattr(self, side) or f"ipc://{self.run_dir}/{side}.sock"
 
+    def encrypted(self, side: str) -> bool:
+        """Whether the broker encrypts the endpoint of *side*, and asks for allowed keys there."""
+        endpoint = self.endpoint(side)
+        return leaves_machine(endpoint) or (self.curve and endpoint.startswith("tcp://"))
+
+    @property
+    def state_folder(self) -> Path:
+        """Where the journal and the keys lie."""
+        if self.state_dir is not None:
+            return self.state_dir
+        # A service with a run folder of its own has a journal of its own.
+        return paths.default_state() if self.run_dir == paths.default_run() else self.run_dir / "state"
+
     @property
     def kv_bytes(self) -> int | None:
         """Bytes for keys and values; None if the worker is to choose."""
@@ -195,6 +226,7 @@ _DAY: Final = 86_400.0
 _RANGES: Final[dict[str, tuple[float, float]]] = {
     "queue_jobs": (1, 10_000_000),
     "queue_bytes": (1, 2**40),
+    "client_jobs": (1, 10_000_000),
     "max_job_bytes": (1, 8 * 1024**2),
     "prefill_chunk": (1, 1_000_000),
     "beat_s": (0.01, 3600.0),
@@ -223,30 +255,36 @@ def _place(endpoint: str) -> str:
     if endpoint.startswith("ipc://"):
         return os.path.realpath(endpoint.removeprefix("ipc://"))
     # The loopback names share their ports, or may: one port is taken for one place.
-    return f"port {urlsplit(endpoint).port}"
+    return f"port {int(endpoint.rpartition(':')[2])}"
+
+
+def leaves_machine(endpoint: str) -> bool:
+    """Whether *endpoint* is reached from other machines, and so must be encrypted."""
+    found = _TCP.fullmatch(endpoint)
+    return found is not None and found["host"].lower() not in LOOPBACK
+
+
+def dialled(endpoint: str) -> str:
+    """*endpoint* as one connects to it: one for all addresses of this machine is reached on loopback."""
+    for anywhere, here in _WILDCARDS.items():
+        if endpoint.startswith(f"tcp://{anywhere}:"):
+            return endpoint.replace(anywhere, here, 1)
+    return endpoint
 
 
 def check_endpoint(where: str, endpoint: str) -> None:
-    """Refuse what cannot be bound safely: an over-long ipc path, or tcp beyond this machine."""
+    """Refuse what is no endpoint: an over-long ipc path, or tcp without a port."""
     if endpoint.startswith("ipc:///"):
         paths.check_ipc_path(endpoint.removeprefix("ipc://"))
         return
-    if endpoint.startswith("tcp://"):
-        try:
-            host, port = urlsplit(endpoint).hostname, urlsplit(endpoint).port
-        except ValueError:
-            host = port = None
-        if not port:
-            raise SettingsError(f"{where} {endpoint} has no port; write tcp://127.0.0.1:5555.")
-        if host not in LOOPBACK:
-            raise SettingsError(
-                f"{where} {endpoint} leaves this machine, which needs encryption that this version does not "
-                "have. Use ipc:// or tcp://127.0.0.1:PORT, and a tunnel for other machines."
-            )
-        return
-    raise SettingsError(
-        f"{where} {endpoint!r} is no endpoint; write ipc:///absolute/path or tcp://127.0.0.1:PORT."
-    )
+    if not endpoint.startswith("tcp://"):
+        raise SettingsError(
+            f"{where} {endpoint!r} is no endpoint; write ipc:///absolute/path or tcp://127.0.0.1:PORT."
+        )
+    # No more than host and port: libzmq reads further parts in ways of its own.
+    found = _TCP.fullmatch(endpoint)
+    if found is None or not 0 < int(found["port"]) <= MAX_PORT:
+        raise SettingsError(f"{where} {endpoint} has no port or no host; write tcp://127.0.0.1:5555.")
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:

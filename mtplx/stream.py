@@ -84,7 +84,7 @@ def error_of(error: Error) -> WireError:
         return BadJobError(error.message, field=error.field or "job", detail=error.detail)
     if error.code in ("E_VERSION", "E_PROTOCOL", "E_UNKNOWN_KIND"):
         return ProtocolError(error.message, field=error.field or "", code=error.code, detail=error.detail)
-    kind = BusyError if error.code in ("E_QUEUE_FULL", "E_DRAINING") else JobError
+    kind = BusyError if error.code in ("E_QUEUE_FULL", "E_DRAINING", "E_JOURNAL") else JobError
     return kind(
         error.message,
         code=error.code,
@@ -181,6 +181,11 @@ class StreamState:
             return self.submit
         left = None if self.submit.credit is None else max(self._granted - self._seq, 1)
         return Resume(id=self.id, next_seq=self._seq, tokens=len(self.ids), credit=left)
+
+    def forget_admission(self) -> None:
+        """The broker lost the job before it began: it is to be submitted again, as if for the first time."""
+        self.admitted = self.started = None
+        self._granted = self.submit.credit or 0
 
     def _chunk(self, chunk: Chunk) -> None:
         if chunk.seq != self._seq:

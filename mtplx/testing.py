@@ -15,6 +15,7 @@ A job may carry a script of its own in `metadata["script"]`, a JSON object with 
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import sys
 from pathlib import Path
@@ -23,8 +24,9 @@ from typing import Any
 import click
 
 from mtplx.errors import Exit
-from mtplx.script import Fault, Script, answer_of
-from mtplx.scripted_worker import Event, Persona, ScriptedWorker
+from mtplx.process import host_id, look
+from mtplx.script import Fault, Persona, Script, answer_of
+from mtplx.scripted_worker import Event, ScriptedWorker
 from mtplx.trajectory import trajectory_sha256
 
 __all__ = [
@@ -76,6 +78,8 @@ class ManualClock:
 @click.option("--finish-reason")
 @click.option("--fault", type=click.Choice([one.value for one in Fault]), default="none")
 @click.option("--fault-after", type=int, default=0, help="Tokens before the fault; -1 is before prefill.")
+@click.option("--fault-attempts", type=int, help="Attempts of a job with the fault; without it, each.")
+@click.option("--seeded", is_flag=True, help="Tokens depend on the job's seed.")
 @click.option("--fail-code", default="E_INTERNAL")
 @click.option("--drain-s", type=float, default=0.0, help="Seconds a job may go on after SIGTERM.")
 @click.option("--mode", default="hyper")
@@ -83,11 +87,15 @@ class ManualClock:
 @click.option("--model", default="scripted")
 @click.option("--vocabulary", type=int, default=1000)
 @click.option("--context", type=int, default=32768)
+@click.option("--model-hash", default="scripted")
+@click.option("--build-hash", default="scripted")
+@click.option("--host", default=host_id, help="Where it says that it runs; here, without it.")
 @click.option("--log", type=click.Path(path_type=Path), help="Append each event to this file as a JSON line.")
 def main(back: str, log: Path | None, drain_s: float, **given: Any) -> None:
     """Run a ScriptedWorker until SIGTERM, SIGINT or a refusal (exit code 5)."""
     about = {item.name for item in dataclasses.fields(Persona)}
-    persona = Persona(**{key: value for key, value in given.items() if key in about})
+    me = look(os.getpid())
+    persona = Persona(born=me.born if me else 0.0, **{key: value for key, value in given.items() if key in about})
     given["fault"] = Fault(given["fault"])
     script = Script(**{key: value for key, value in given.items() if key not in about})
     worker = ScriptedWorker(back, script, persona=persona, log_file=log, own_process=True, drain_s=drain_s)

@@ -16,7 +16,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 7
 # Which modules of ours, and which libraries of weight, a folder may import.
 MAY_IMPORT = {
     "mtplx": {"mtplx", "zmq", "msgpack", "click", "rich"},
-    "broker": {"broker", "mtplx", "zmq", "click", "opentelemetry"},
+    "broker": {"broker", "mtplx", "zmq", "msgpack", "click", "opentelemetry"},
     "worker": {
         "worker",
         "mtplx",
@@ -32,7 +32,7 @@ MAY_IMPORT = {
     },
 }
 SOCKET_FILES = {
-    "mtplx/link.py", "mtplx/sockets.py", "mtplx/scripted_worker.py", "broker/loop.py", "broker/endpoints.py", "worker/loop.py", "worker/pulse.py",
+    "mtplx/keys.py", "mtplx/link.py", "mtplx/sockets.py", "mtplx/scripted_worker.py", "broker/loop.py", "broker/endpoints.py", "broker/guard.py", "worker/loop.py", "worker/pulse.py",
 }  # fmt: skip
 # The GGUF is read by MLX; the detokenizer and the stop matcher are mlx-lm's, and touch no array. Beside the books of the
 # pages stand the arrays that they are about.

@@ -33,10 +33,11 @@ def run_job(
 
     Raises:
         BadJobError: when the job does not fit the model or the engine's memory; nothing was computed.
-        JobError: with code E_NUMERIC, when the model's numbers are not finite.
+        JobError: with code E_NUMERIC, when the model's numbers are not finite; with E_MODEL_CHANGED, when the
+            model has no such ids as were drawn.
     """
     began = clock()
-    prompt, budget = _admit(attempt.job, loaded, gate.singleton.capacity)
+    prompt, budget = _admit(attempt, loaded, gate.singleton.capacity)
     left = budget - len(attempt.drawn)
     plan = gate.plan(Meta(speculation=attempt.job.speculation, prompt=len(prompt), budget=left))
     engine = gate.engine(plan)
@@ -73,9 +74,16 @@ def run_job(
     yield _final(answer, len(prompt), times, figures, plan)
 
 
-def _admit(job: Job, loaded: LoadedModel, capacity: int) -> tuple[tuple[int, ...], int]:
+def _admit(attempt: Attempt, loaded: LoadedModel, capacity: int) -> tuple[tuple[int, ...], int]:
     """The ids of the prompt and the budget that fits behind it, before any forward."""
+    job = attempt.job
     job.check(loaded.limits)
+    if any(token >= loaded.vocabulary for token in attempt.drawn):
+        raise JobError(
+            f"The answer has id {max(attempt.drawn)}; this model's ids are 0 to {loaded.vocabulary - 1}. "
+            "Submit the job under a new id.",
+            code="E_MODEL_CHANGED",
+        )
     prompt = tuple(encode_prompt(loaded.tokenizer, job))
     name = next(name for name in PROMPT_FIELDS if getattr(job, name) is not None)
     strange = next((token for token in prompt if token >= loaded.vocabulary), None)
@@ -89,7 +97,9 @@ def _admit(job: Job, loaded: LoadedModel, capacity: int) -> tuple[tuple[int, ...
         raise context_error(name, len(prompt), loaded.context)
     if len(prompt) >= capacity:
         raise capacity_error(name, len(prompt), capacity)
-    return prompt, min(job.max_tokens, min(loaded.context, capacity) - len(prompt))
+    budget = min(job.max_tokens, min(loaded.context, capacity) - len(prompt))
+    # Drawn by a worker with more room: the answer ends there.
+    return prompt, max(budget, len(attempt.drawn))
 
 
 def _request(attempt: Attempt, prompt: tuple[int, ...], left: int) -> EngineRequest:

@@ -20,8 +20,10 @@ import zmq
 from mtplx import messages as m
 from mtplx.errors import MtplxError, ProtocolError, WireError, WorkerRefusedError
 from mtplx.job import Job
+from mtplx.keys import credentials
+from mtplx.process import host_id, look
 from mtplx.settings import Settings
-from mtplx.sockets import worker_dealer
+from mtplx.sockets import Handshakes, worker_dealer
 from mtplx.wire import MAX_FRAME_BYTES, decode, encode, unpack_body
 from worker.attempt import Attempt, Chunk, Progress
 from worker.attempt import Final as JobFinal
@@ -51,7 +53,10 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What the worker says of itself in READY; context: the most positions that a job can have here."""
+    """What the worker says of itself in READY.
+
+    context: the most positions that a job can have here. model_hash, build_hash: as in READY.
+    """
 
     mode: str
     stage: str
@@ -59,6 +64,8 @@ class Offer:
     vocabulary: int
     context: int
     info: dict[str, Any]
+    model_hash: str = ""
+    build_hash: str = ""
 
 
 class BrokerLostError(MtplxError):
@@ -86,6 +93,7 @@ class Worker:
         self._counts = counts
         self._width = width
         self._worker_id = secrets.token_bytes(16)
+        me = look(os.getpid())
         self._ready = m.Ready(
             worker_id=self._worker_id,
             pid=os.getpid(),
@@ -95,12 +103,19 @@ class Worker:
             vocabulary=offer.vocabulary,
             context=offer.context,
             info=offer.info,
+            model_hash=offer.model_hash,
+            build_hash=offer.build_hash,
+            host=host_id(),
+            born=me.born if me else 0.0,
         )
         self._vitals = Vitals(prefix=counts())
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = worker_dealer(self._context, settings.endpoint("back"))
+        endpoint = settings.endpoint("back")
+        self._handshakes = Handshakes(credentials(settings, endpoint))
+        self._socket = worker_dealer(self._context, endpoint, self._handshakes.credentials, self._handshakes)
         self._pulse = Pulse(self._context, settings, self._worker_id, self._vitals, watch_stdin=watch_stdin)
         self._cancelled_lease: int | None = None
+        self._drawn: m.Drawn | None = None
         self._quiet = False
         self._said_bye = False
         self._signals = 0
@@ -128,6 +143,7 @@ class Worker:
         if self._pulse.is_alive():
             self._pulse.stop()
         self._say_bye()
+        self._handshakes.close()
         self._socket.close(linger=GOODBYE_MS)
         self._context.term()
 
@@ -139,6 +155,7 @@ class Worker:
         self._ready = replace(self._ready, epoch=self._ready.epoch + 1)
         again_at = 0.0
         while self._vitals.disowned and not self._signals:
+            self._check_handshakes()
             if time.monotonic() >= again_at:
                 if not self._try_send(self._ready):
                     self._socket.poll(IDLE_MS, zmq.POLLOUT)
@@ -149,11 +166,18 @@ class Worker:
             if isinstance(answer, m.Error) and not answer.retryable:
                 raise WorkerRefusedError(answer.message)
 
+    def _check_handshakes(self) -> None:
+        known, cause = self._handshakes.cause(), self._handshakes.look()
+        if self._handshakes.refused:
+            raise WorkerRefusedError(f"No broker takes this worker at {self._settings.endpoint('back')}: {cause}")
+        if cause and not known:
+            log.warning("no broker answers at %s: %s", self._settings.endpoint("back"), cause)
+
     def _accepted(self, message: m.Accepted) -> None:
         if self._vitals.epoch == self._ready.epoch or message.epoch != self._ready.epoch:
             return
         # A new broker counts its leases from 1 again.
-        self._cancelled_lease, self._quiet = None, False
+        self._cancelled_lease, self._drawn, self._quiet = None, None, False
         self._vitals.epoch = message.epoch
         self._pulse.beat_s = message.beat_ms / 1000
         self._pulse.poke()
@@ -192,6 +216,8 @@ class Worker:
             self._accepted(message)
         elif isinstance(message, m.CancelRun):
             self._cancelled_lease = message.lease
+        elif isinstance(message, m.Drawn):
+            self._drawn = message
         elif isinstance(message, m.Quiet):
             self._quiet = True
             log.info("the broker has no more jobs for this worker")
@@ -239,8 +265,11 @@ class Worker:
 
     def _chunks(self, run: m.Run) -> Iterator[Chunk | JobFinal]:
         job = replace(Job.parse(unpack_body(run.job, MAX_FRAME_BYTES)), seed=run.seed)
+        # Kept for the RUN that follows it, and for no other.
+        told, self._drawn = self._drawn, None
+        drawn = told.ids if told is not None and told.lease == run.lease else ()
         return self._run(
-            Attempt(job=job, seed=run.seed),
+            Attempt(job=job, seed=run.seed, drawn=drawn),
             cancelled=lambda: self._is_cancelled(run.lease),
             progress=self._note,
         )

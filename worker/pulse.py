@@ -1,7 +1,8 @@
 """The worker's sign of life: a thread with a connection of its own that beats on a clock.
 
 It reads plain numbers that the main thread writes, and never touches MLX. It also ends the process where the
-main thread cannot: stuck in native code beyond the drain limit, or left without a pulse.
+main thread cannot: without progress, deaf to the loss of its lease, stuck beyond the drain limit, or left without
+a pulse.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from typing import Final
 import zmq
 
 from mtplx import messages as m
-from mtplx.errors import Exit, ProtocolError
+from mtplx.errors import EXITS, Exit, ProtocolError
+from mtplx.keys import credentials
 from mtplx.settings import Settings
 from mtplx.sockets import worker_dealer
 from mtplx.stdin import stdin_ended
 from mtplx.wire import decode, encode
+from worker.watchdog import Watchdog
 
 log = logging.getLogger("mtplx.worker")
 
@@ -82,9 +85,11 @@ class Pulse(threading.Thread):
         self.beat_s = settings.beat_s
         self._context = context
         self._endpoint = settings.endpoint("back")
+        self._credentials = credentials(settings, self._endpoint)
         self._drain_s = settings.drain_s
         self._worker_id = worker_id
         self._vitals = vitals
+        self._watchdog = Watchdog(settings.stall_s)
         self._watch_stdin = watch_stdin
         self._stopping = False
         self._signals = 0
@@ -126,15 +131,16 @@ class Pulse(threading.Thread):
         self._wake_writer.close()
 
     def _live(self) -> None:
-        with worker_dealer(self._context, self._endpoint) as socket:
+        with worker_dealer(self._context, self._endpoint, self._credentials) as socket:
             poller = zmq.Poller()
             poller.register(socket, zmq.POLLIN)
             poller.register(self._wake_reader.fileno(), zmq.POLLIN)
             while not self._stopping:
                 until = min(self._beat_at, self._end_at) - time.monotonic()
-                poller.poll(max(0, int(until * 1000) + 1))
+                poller.poll(max(0, int(min(until, self._watchdog.every_s) * 1000) + 1))
                 self._heed_signals()
                 self._listen(socket)
+                self._watch()
                 if time.monotonic() >= self._beat_at:
                     self._beat_at = time.monotonic() + self.beat_s
                     self._beat(socket)
@@ -172,6 +178,13 @@ class Pulse(threading.Thread):
             if isinstance(message, m.Error) and message.code == "E_UNKNOWN_WORKER":
                 epoch = (message.detail or {}).get("epoch")
                 self._vitals.unknown = epoch if isinstance(epoch, int) else 0
+
+    def _watch(self) -> None:
+        vitals = self._vitals
+        code = self._watchdog.look(vitals.lease, vitals.progress, time.monotonic(), disowned=vitals.disowned)
+        if code is not None:
+            log.critical("%s; the worker ends (exit code %d)", EXITS[code].meaning, code)
+            os._exit(code)
 
     def _look_at_stdin(self) -> None:
         if self._watch_stdin and stdin_ended():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +17,7 @@ from worker.engine.build import build
 from worker.engine.draw import WARM_ROWS
 from worker.engine.draw_kernels import Wanted, compiling
 from worker.engine.engine import Engine
+from worker.engine.fingerprint import build_hash, model_hash
 from worker.engine.load import LoadedModel, device_name, load, resolve_model
 from worker.engine.reference import ReferenceEngine
 from worker.engine.verify_bank import SIZES
@@ -34,7 +36,8 @@ def start(settings: Settings, *, watch_stdin: bool = False) -> Worker:
         SettingsError: the memory asked for cannot be had.
     """
     kernels = disk_cache.open_folder(settings.cache_dir)
-    loaded = load(resolve_model(settings.model, settings.cache_dir))
+    path = resolve_model(settings.model, settings.cache_dir)
+    loaded = load(path)
     rows = SIZES if may_draft(settings) else WARM_ROWS
     with compiling(Wanted.of(loaded, rows), None if settings.reference else kernels) as compiled:
         engine, info = engine_of(settings, loaded, kernels, compiled)
@@ -44,6 +47,7 @@ def start(settings: Settings, *, watch_stdin: bool = False) -> Worker:
     gate = WidthGate(engine, wide.executor)
     run = partial(run_job, gate=gate, loaded=loaded, clock=perf_counter)
     ready = offer(settings, loaded, engine.capacity, info | wide.info, wide.stage)
+    ready = replace(ready, model_hash=model_hash(path), build_hash=build_hash(loaded, info))
     return Worker(settings, ready, run, counts=engine.counts, width=lambda: gate.width, watch_stdin=watch_stdin)
 
 

@@ -7,7 +7,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from mtplx.client import DEFAULT_TIMEOUT_S, Client
-from mtplx.settings import Settings
+from mtplx.settings import Settings, dialled
 
 # For a broker that is only just being started.
 ABSENT_S: Final = 1.0
@@ -29,7 +29,7 @@ def _listens(endpoint: str) -> bool:
                 probe.settimeout(ABSENT_S)
                 probe.connect(endpoint.removeprefix("ipc://"))
         else:
-            place = urlsplit(endpoint)
+            place = urlsplit(dialled(endpoint))
             socket.create_connection((place.hostname or "", place.port or 0), ABSENT_S).close()
     except OSError:
         return False

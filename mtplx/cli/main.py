@@ -9,7 +9,10 @@ import click
 import mtplx
 from mtplx.cli.batch import batch
 from mtplx.cli.demo import demo
-from mtplx.cli.ops import cancel, health, jobs
+from mtplx.cli.jobs import jobs
+from mtplx.cli.journal import journal
+from mtplx.cli.keys import keys
+from mtplx.cli.ops import cancel, health
 from mtplx.cli.options import settings_options
 from mtplx.cli.probe import probe
 from mtplx.cli.pull import pull
@@ -58,7 +61,7 @@ def main(context: click.Context, /, **flags: Any) -> None:
             click.echo(context.get_help())
 
 
-for command in (serve, run, batch, health, jobs, cancel, pull, probe, demo):
+for command in (serve, run, batch, health, jobs, cancel, journal, keys, pull, probe, demo):
     main.add_command(command)
 
 

@@ -1,4 +1,4 @@
-"""`mtplx health`, `mtplx jobs`, `mtplx cancel`: what the broker says, and ending one job."""
+"""`mtplx health` and `mtplx cancel`: what the broker says, and ending one job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from mtplx.cli.options import connection_options, load_settings
 from mtplx.client import Client
 
 ID_HEX: Final = 32
-_ROW: Final = "{:<32}  {:<10}  {:>8}  {:>11}  {:>6}  {}"
 
 
 @click.command()
@@ -30,30 +29,13 @@ def health(context: click.Context, /, as_json: bool, **flags: Any) -> None:
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print the list as JSON.")
-@connection_options
-@click.pass_context
-def jobs(context: click.Context, /, as_json: bool, **flags: Any) -> None:
-    """List the running job, those that wait, and finished ones."""
-    with connect(load_settings(flags, context.obj)) as client:
-        listed = client.status(jobs=True)
-    if as_json:
-        click.echo(json.dumps(listed, indent=2))
-        return
-    click.echo(_ROW.format("ID", "STATE", "POSITION", "ADMITTED AS", "TOKENS", "OUTCOME").rstrip())
-    for job in listed["jobs"]:
-        shown = (job.get(name, "") for name in ("id", "state", "position", "admit_seq", "tokens", "outcome"))
-        click.echo(_ROW.format(*shown).rstrip())
-
-
-@click.command()
 @click.argument("job_id", metavar="ID")
 @connection_options
 @click.pass_context
 def cancel(context: click.Context, /, job_id: str, **flags: Any) -> None:
     """End the job ID (hexadecimal; the first digits are enough where they are unique)."""
     with connect(load_settings(flags, context.obj)) as client:
-        state = client.cancel(bytes.fromhex(_full_id(client, job_id.lower())))
+        state = client.cancel(full_id(client, job_id))
     click.echo(f"{state['id']} {state['state']} {state.get('outcome', '')}".rstrip())
 
 
@@ -74,12 +56,18 @@ def _lines(report: dict[str, Any], indent: str) -> list[str]:
     return lines
 
 
-def _full_id(client: Client, start: str) -> str:
+def full_id(client: Client, start: str) -> bytes:
+    """The id of the one job whose hexadecimal id begins with *start*.
+
+    Raises:
+        click.ClickException: it is no id, or there is no such job, or more than one.
+    """
+    start = start.lower()
     if not start or any(digit not in "0123456789abcdef" for digit in start) or len(start) > ID_HEX:
         raise click.UsageError(f"{start!r} is no job id; ids have up to {ID_HEX} hexadecimal digits.")
     if len(start) == ID_HEX:
-        return start
+        return bytes.fromhex(start)
     found = [job["id"] for job in client.status(jobs=True)["jobs"] if job["id"].startswith(start)]
     if len(found) != 1:
         raise click.ClickException(f"{len(found) or 'No'} jobs begin with {start}; see `mtplx jobs`.")
-    return str(found[0])
+    return bytes.fromhex(found[0])

@@ -13,7 +13,9 @@ from mtplx.settings import Settings, flag
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 # All that a producer needs to find its broker.
-CONNECTION: Final = ("front", "run_dir")
+CONNECTION: Final = ("front", "run_dir", "state_dir", "curve", "server_key", "key")
+# All that tells where the journal and the keys lie.
+STATE: Final = ("state_dir", "run_dir")
 
 
 def settings_options(command: Command) -> Command:
@@ -24,6 +26,11 @@ def settings_options(command: Command) -> Command:
 def connection_options(command: Command) -> Command:
     """Add the options of a command that only talks to a broker."""
     return _options(command, CONNECTION)
+
+
+def state_options(command: Command) -> Command:
+    """Add the options of a command that looks at the journal or the keys by itself."""
+    return _options(command, STATE)
 
 
 def load_settings(options: Mapping[str, Any], outer: Mapping[str, Any] | None = None) -> Settings:

@@ -19,7 +19,7 @@ import click
 from mtplx.cli.options import load_settings, settings_options
 from mtplx.cli.signals import Signals
 from mtplx.client import Client
-from mtplx.errors import BrokerUnreachableError, Exit, WireError
+from mtplx.errors import EXITS, BrokerUnreachableError, Exit, WireError
 from mtplx.settings import Settings
 
 TURN_S: Final = 0.2
@@ -27,11 +27,12 @@ TURN_S: Final = 0.2
 BROKER_GRACE_S: Final = 6.0
 WORKER_GRACE_S: Final = 6.0
 MAX_BACKOFF_S: Final = 30.0
-# A worker that ends this often in a row, without a job run to its end or a while in good health, is given up.
-MAX_DEATHS: Final = 6
+# A worker that ends this often in a row, without a job run to its end or a while in good health, is given up. One
+# job that ends every worker is buried before that.
+MAX_DEATHS: Final = 10
 HEALTHY_S: Final = 300.0
 # A worker that ends with one of these would end so again.
-FINAL_CODES: Final = (Exit.SETTINGS, Exit.MODEL_FILES, Exit.LOCKED, Exit.WORKER_REFUSED)
+FINAL_CODES: Final = tuple(code for code, ending in EXITS.items() if code is not Exit.OK and not ending.again)
 
 # Both leave when their stdin ends: a killed `serve` leaves nobody on the endpoints or the device.
 BROKER: Final = (sys.executable, "-P", "-m", "broker", "--exit-with-stdin")
@@ -67,6 +68,7 @@ class Service:
         self._broker = self._spawn("broker")
         self._worker: Child | None = None
         self._client: Client | None = None
+        self._killed = 0
         self._deaths = 0
         self._ready_at: float | None = None
         self._completed = -1
@@ -139,6 +141,8 @@ class Service:
         if code is None:
             return
         self.ready = False
+        # The broker, too, kills a worker that hangs: it knows why.
+        self._ask_health()
         if self._worker.stdin is not None:
             self._worker.stdin.close()
         self._worker = None
@@ -205,17 +209,22 @@ class Service:
             return
         if worker["state"] == "absent":
             self.ready = False
-            if worker.get("last_loss") in ("silent", "stalled") and worker.get("lost_pid") == child.pid:
+            hangs = worker.get("last_loss") in ("silent", "stalled") and worker.get("lost_pid") == child.pid
+            if hangs and self._killed != child.pid:
+                self._killed = child.pid
                 self._say(f"The worker is {worker['last_loss']}; it is killed and started again.")
                 child.kill()
-        elif worker.get("pid") == child.pid and not self.ready:
+        elif worker.get("pid") == child.pid and not self.ready and child.poll() is None:
             self.ready = True
             self._ready_at = self._clock()
             self._say(f"The worker is ready with {worker['model']} (pid {child.pid}).")
 
 
 def _ending(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+    if code < 0:
+        return signal.Signals(-code).name
+    known = code in set(Exit)
+    return f"exit code {code}: {EXITS[Exit(code)].meaning}" if known else f"exit code {code}"
 
 
 def _end(child: Child, limit_s: float, hurry: Callable[[], bool]) -> None:

@@ -189,6 +189,25 @@ def test_an_attempt_resumed_after_any_token_goes_on_as_if_nothing_had_happened(r
         assert (final.sha256, final.finish_reason, final.completion_tokens) == (whole.sha256, "length", 16)
 
 
+def test_ids_that_the_model_does_not_have_are_refused_before_any_forward(room, tiny, monkeypatch):
+    """They were drawn with another model: MLX's CPU build would crash on them."""
+    monkeypatch.setattr(room.engine, "start", lambda *_: pytest.fail("a forward ran"))
+    with pytest.raises(JobError, match=str(tiny.vocabulary)) as caught:
+        room.run({**PROMPT, "max_tokens": 9}, drawn=(4, tiny.vocabulary))
+    assert caught.value.code == "E_MODEL_CHANGED"
+
+
+@pytest.mark.parametrize("capacity", [29, 30, 31])
+def test_an_answer_for_which_the_next_worker_has_no_room_ends_where_it_is(room, capacity):
+    body = {"token_ids": [5] * 20, "max_tokens": 40, **NO_END}
+    ids = tuple(room.ids(body)[:10])
+    room.engine.capacity = capacity
+    chunks, final = room.run(body, drawn=ids)
+    more = max(0, capacity - 30)
+    assert (len(chunks), final.finish_reason, final.max_tokens_used) == (more, "length", 10 + more)
+    assert final.sha256 == trajectory_sha256([*ids, *(token for chunk in chunks for token in chunk.ids)])
+
+
 def test_cancel_ends_a_long_prompt_at_the_next_chunk(tiny):
     room = Room(tiny, prefill_chunk=32)
     room.cancelled = lambda: ("prefill", 64, 400) in room.heard

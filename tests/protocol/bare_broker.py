@@ -11,7 +11,19 @@ import zmq
 
 from mtplx import wire
 from mtplx.job import Job
-from mtplx.messages import FROM_WORKER, Accepted, Error, Fail, Final, Message, Ready, Run, WorkerBeat, WorkerChunk
+from mtplx.messages import (
+    FROM_WORKER,
+    Accepted,
+    Drawn,
+    Error,
+    Fail,
+    Final,
+    Message,
+    Ready,
+    Run,
+    WorkerBeat,
+    WorkerChunk,
+)
 
 LIMIT_S = 20.0
 
@@ -79,9 +91,14 @@ class BareBroker:
         """Answer a beat that was sent in *epoch*."""
         self.say(Error("E_UNKNOWN_WORKER", "who?", retryable=True, detail={"epoch": epoch}), peer)
 
-    def run(self, job: Job, lease: int = 1) -> bytes:
+    def run(
+        self, job: Job, lease: int = 1, *, attempt: int = 1, drawn: tuple[int, ...] = (), seed: int = 7
+    ) -> bytes:
+        """Hand over an attempt, behind the ids that earlier ones drew."""
         job_id = uuid.uuid4().bytes
-        self.say(Run(id=job_id, attempt=1, lease=lease, seed=7, job=wire.pack_body(job.to_map())))
+        if drawn:
+            self.say(Drawn(lease, drawn))
+        self.say(Run(id=job_id, attempt=attempt, lease=lease, seed=seed, job=wire.pack_body(job.to_map())))
         return job_id
 
     def answer(self) -> tuple[list[WorkerChunk], Final | Fail]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from protocol import make_vectors
 
-from mtplx.errors import CODES
+from mtplx.errors import CODES, EXITS
 from mtplx.job import Job
 
 ROOT = Path(__file__).parents[2]
@@ -41,3 +41,11 @@ def test_the_example_on_the_page_is_the_exchange_of_the_vectors(maker):
     for vector in json.loads((make_vectors.HERE / "exchange.json").read_text()):
         for frame in vector["frames"]:
             assert frame in page
+
+
+def test_the_table_of_exit_codes_is_that_of_the_code():
+    page = (ROOT / "README.md").read_text()
+    for code, ending in EXITS.items():
+        assert f"| {int(code)} | {ending.meaning} | {'yes' if ending.again else 'no'} |" in page
+    final = " ".join(str(int(code)) for code, ending in EXITS.items() if code and not ending.again)
+    assert f"RestartPreventExitStatus={final}`" in page

@@ -13,6 +13,7 @@ from protocol.bare_broker import BareBroker
 from mtplx.job import Job
 from mtplx.messages import (
     CancelRun,
+    Drawn,
     Error,
     Ready,
     WorkerBeat,
@@ -183,6 +184,49 @@ def test_a_worker_process_dies_as_told_and_its_log_survives(broker, endpoint, tm
         "first",
         "fault",
     ]
+
+
+@pytest.mark.parametrize("per_chunk", [1, 3])
+def test_an_attempt_goes_on_behind_the_ids_that_earlier_ones_drew(broker, endpoint, per_chunk):
+    job = Job(prompt="x", max_tokens=10, logprobs=1)
+    with ScriptedWorker(endpoint, Script(tokens=20, per_chunk=per_chunk, seeded=True)) as worker:
+        broker.welcome()
+        broker.run(job)
+        whole, final = broker.answer()
+        ids = [token for chunk in whole for token in chunk.ids]
+        text = "".join(chunk.text for chunk in whole)
+        for count in range(1, 11):
+            broker.run(job, lease=1 + count, attempt=2, drawn=tuple(ids[:count]))
+            rest, last = broker.answer()
+            assert [token for chunk in rest for token in chunk.ids] == ids[count:]
+            assert text.endswith("".join(chunk.text for chunk in rest))
+            assert [chunk.first for chunk in rest] == list(range(count, 10, per_chunk))
+            assert (last.finish_reason, last.sha256) == ("length", final.sha256)
+        broker.run(job, lease=20, seed=8)
+        assert [token for chunk in broker.answer()[0] for token in chunk.ids] != ids
+        assert [event.tokens for event in worker.events("run")] == [*range(11), 0]
+    assert not worker.events("astray")
+
+
+def test_ids_of_another_lease_and_ids_of_another_answer_are_noticed(broker, endpoint):
+    with ScriptedWorker(endpoint, Script(tokens=4)) as worker:
+        broker.welcome()
+        broker.say(Drawn(1, (0, 1)))
+        broker.run(Job(prompt="x"), lease=2)
+        assert broker.answer()[0][0].first == 0
+        broker.run(Job(prompt="x"), lease=3, drawn=(0, 5))
+        broker.answer()
+        assert [event.lease for event in worker.events("astray")] == [3]
+
+
+def test_a_fault_may_come_in_the_first_attempts_alone(broker, endpoint):
+    with ScriptedWorker(endpoint, Script(tokens=4, fault=Fault.FAIL, fault_after=2, fault_attempts=1)):
+        broker.welcome()
+        broker.run(Job(prompt="x"))
+        chunks, last = broker.answer()
+        assert (len(chunks), last.code) == (2, "E_INTERNAL")
+        broker.run(Job(prompt="x"), lease=2, attempt=2, drawn=(0, 1))
+        assert broker.answer()[1].finish_reason == "stop"
 
 
 def test_a_clock_moves_only_by_hand_and_never_back():

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import secrets
 import struct
 from itertools import count
 from pathlib import Path
 
+from queueing.memory_journal import MemoryJournal
+
 from broker.back import Identity
+from broker.jobs import MEMORY_BYTES
 from broker.machine import Machine
 from broker.record import Now, Record
 from mtplx import messages as m
@@ -45,11 +49,11 @@ def body(**fields) -> bytes:
 class Rig:
     """The machine, and everybody around it."""
 
-    def __init__(self, *, keep_moments: bool = False, **given) -> None:
+    def __init__(self, *, keep_moments: bool = False, journal: MemoryJournal | None = None, **given) -> None:
         self.clock = ManualClock(1000.0)
-        identity = Identity(BOOT_ID, "1.2.3", 4242, self.now())
-        self.machine = Machine(settings(**given), identity, lambda: SEED, keep_moments=keep_moments)
-        self.jobs, self.back, self.gate = self.machine.jobs, self.machine.back, self.machine.jobs.gate
+        self.journal, self._keep_moments, self._settings = journal, keep_moments, settings(**given)
+        self._memory_bytes = MEMORY_BYTES
+        self._start(BOOT_ID)
         self.heard: dict[bytes, list[m.Message]] = {}
         self.worker_heard: dict[bytes, list[m.Message]] = {}
         self.deaf: set[bytes] = set()
@@ -57,6 +61,28 @@ class Rig:
         # Messages that still fit into a reader's pipe; absent means any number.
         self.room: dict[bytes, int] = {}
         self._progress = count(1)
+
+    def _start(self, boot_id: bytes) -> None:
+        identity = Identity(boot_id, "1.2.3", 4242, self.now())
+        self.machine = Machine(
+            self._settings, identity, lambda: SEED, journal=self.journal, keep_moments=self._keep_moments
+        )
+        self.jobs, self.back, self.gate = self.machine.jobs, self.machine.back, self.machine.jobs.gate
+        self.jobs.memory_bytes = self._memory_bytes
+
+    def change(self, retain_bytes: int, memory_bytes: int) -> None:
+        """Change what is kept, for this process of the broker and the next ones."""
+        self._settings = dataclasses.replace(self._settings, retain_bytes=retain_bytes)
+        self._memory_bytes = memory_bytes
+        self.jobs.settings, self.jobs.memory_bytes = self._settings, memory_bytes
+
+    def restart(self, *, power_loss: bool = False, away_s: float = 0.0) -> None:
+        """Kill the broker and start another on what is left of its journal; all connections are new ones."""
+        self.clock.advance(away_s)
+        self.journal = self.journal.after(power_loss=power_loss)
+        self._start(secrets.token_bytes(16))
+        self.machine.restore(self.now())
+        self.turn()
 
     def now(self) -> Now:
         return Now(self.clock.seconds, self.clock.wall_ns)
@@ -66,16 +92,18 @@ class Rig:
     def turn(self) -> None:
         """What the loop does after the messages of a turn: tick, then send all that can be sent."""
         self.machine.tick(self.now())
+        self.machine.commits.commit(self.now())
         while self.back.outgoing:
             route, message = self.back.outgoing.popleft()
             wire.encode(message)
             if route in self.gone:
-                self.back.on_unreachable(route, self.now())
+                self.back.on_unreachable(route, message, self.now())
             else:
                 self.on_sent_to_worker(route, message)
+        self.machine.commits.commit(self.now())
         outboxes = self.jobs.outboxes
         for route in outboxes.due(self.clock.seconds):
-            while (message := outboxes.offer(route)) is not None:
+            while (message := self.jobs.offer(route, self.now())) is not None:
                 if route in self.gone:
                     self.machine.on_client_gone(route, self.now())
                     break
@@ -172,7 +200,7 @@ class Rig:
     def chunk(self, *ids: int, run: m.Run | None = None, route: bytes = WORKER, **changes) -> None:
         """The worker draws *ids* (of the running job, or of an older *run*)."""
         run = run or self.runs(route)[-1]
-        record = self.jobs.records.get(run.id)
+        record = self.jobs.find(run.id)
         first = record.tokens if record else 0
         text = "".join(f"{token} " for token in ids)
         said = m.WorkerChunk(run.id, run.attempt, run.lease, first, len(ids), ids, text)
@@ -181,8 +209,8 @@ class Rig:
     def final(self, reason: str = "stop", run: m.Run | None = None, route: bytes = WORKER, **changes) -> None:
         """The worker ends its run."""
         run = run or self.runs(route)[-1]
-        record = self.jobs.records.get(run.id)
-        ids = [token for piece in record.answer.pieces for token in piece.ids] if record and record.answer else []
+        record = self.jobs.find(run.id)
+        ids = record.answer.ids() if record and record.answer else ()
         said = m.Final(
             run.id, run.attempt, run.lease, reason, 3, 0, 16, 0.5, 1.5, sha256_of(ids), "serial_b1", True, {}
         )

@@ -39,7 +39,7 @@ def test_the_last_words_of_a_worker_that_is_gone_are_read_before_it_is_lost(tmp_
         assert loop._monitor.poll(10_000)
         while back.worker is not None:
             loop._turn({loop._monitor})
-        first, second = jobs.records[job_id(1)], jobs.records[job_id(2)]
+        first, second = jobs.find(job_id(1)), jobs.find(job_id(2))
         assert (first.last_word.outcome, first.last_word.text) == ("stop", "five")
         assert second.last_word is None
         assert back.last_loss == "exited"

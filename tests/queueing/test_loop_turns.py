@@ -58,7 +58,7 @@ def test_an_answer_that_cannot_be_encoded_costs_its_reader_alone(loop):
     assert loop.kinds(b"a") == [m.Admitted.KIND]
     assert loop.kinds(b"b") == [m.Pong.KIND]
     assert loop.machine.jobs.counters["internal_errors"] == 1
-    assert loop.machine.jobs.records[job_id(1)].reading.route is None
+    assert loop.machine.jobs.find(job_id(1)).reading.route is None
     loop.turn()
     assert loop.machine.jobs.counters["internal_errors"] == 1
 

@@ -55,7 +55,7 @@ def test_headers_that_would_not_fit_into_run_beside_its_own_keys_are_refused_at_
     assert len(wire.encode(m.Submit(job_id(1), body(), h=headers))[2]) <= wire.MAX_HEADER_BYTES
     refusal = rig.submit(1, h=headers)
     assert (refusal.code, refusal.field, refusal.id) == ("E_TOO_LARGE", "h", job_id(1))
-    assert not rig.jobs.records
+    assert not rig.jobs
 
 
 def test_every_answer_to_a_job_with_the_largest_headers_taken_fits_its_frame():

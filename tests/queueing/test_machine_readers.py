@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from queueing.rig import Rig, job_id
+from queueing.rig import Rig, body, job_id
 
 from mtplx import messages as m
 
@@ -66,3 +66,66 @@ def test_a_reader_that_stays_deaf_is_tried_ever_less_often_but_once_a_second():
     rig.deaf.clear()
     rig.wait(1.0)
     assert rig.told(1, m.Chunk)[0].n == 1000
+
+
+def test_a_late_message_of_a_connection_that_is_gone_takes_no_stream_away():
+    """A producer that connected anew may be read before what it said on its old connections."""
+    rig = Rig(orphan_s=3.0)
+    rig.ready()
+    rig.submit(1, b"new")
+    rig.submit(2, b"new")
+    rig.chunk(5, 6)
+    for late in (b"old", b"older"):
+        rig.gone.add(late)
+        rig.say(late, m.Resume(job_id(1), 0, 0))
+        rig.say(late, m.Submit(job_id(2), body()))
+    rig.wait(10.0)
+    for number in (1, 2):
+        rig.chunk(7)
+        rig.final()
+        assert rig.last_word(number, b"new").outcome == "stop"
+        assert rig.text(number, b"new") == rig.last_word(number, b"new").text
+    assert "orphans_cancelled" not in rig.machine.jobs.counters
+
+
+def test_a_job_whose_readers_are_all_gone_is_an_orphan():
+    rig = Rig(orphan_s=3.0)
+    rig.ready()
+    rig.submit(1, b"a")
+    rig.submit(2, b"a")
+    rig.say(b"b", m.Resume(job_id(2), 0, 0))
+    rig.gone |= {b"a", b"b"}
+    rig.wait(10.0)
+    assert rig.machine.jobs.counters["orphans_cancelled"] == 2
+
+
+def test_a_slow_reader_hears_of_a_second_attempt_before_the_last_word():
+    rig = Rig()
+    rig.ready()
+    rig.deaf.add(b"a")
+    rig.submit(1)
+    rig.chunk(5)
+    rig.back.lose("exited", rig.now())
+    rig.ready(b"w-next", b"N" * 16)
+    rig.deaf.clear()
+    rig.wait(2.0)
+    assert [one.attempt for one in rig.told(1, m.Started)] == [1, 2]
+    rig.chunk(6, route=b"w-next")
+    rig.final(route=b"w-next")
+    assert rig.last_word(1).text == rig.text(1)
+
+
+def test_what_a_slow_reader_hears_of_a_second_attempt_is_not_behind_the_last_word():
+    rig = Rig()
+    rig.ready()
+    rig.deaf.add(b"a")
+    rig.submit(1)
+    rig.chunk(5)
+    rig.back.lose("exited", rig.now())
+    rig.ready(b"w-next", b"N" * 16)
+    rig.chunk(6, route=b"w-next")
+    rig.final(route=b"w-next")
+    rig.deaf.clear()
+    rig.wait(2.0)
+    assert [one.attempt for one in rig.told(1, m.Started)] == [1, 2]
+    assert rig.last_word(1).text == rig.text(1)

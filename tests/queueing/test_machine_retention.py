@@ -7,7 +7,7 @@ from mtplx import messages as m
 
 
 def unknown(rig: Rig, number: int) -> bool:
-    return job_id(number) not in rig.jobs.records
+    return rig.jobs.find(job_id(number)) is None
 
 
 def test_an_answer_is_kept_retain_s_from_when_its_last_word_was_sent_and_then_unknown():
@@ -63,7 +63,7 @@ def test_whoever_reads_at_once_gets_every_word_whatever_is_retained(retain_s):
         rig.final()
         assert rig.last_word(number).outcome == "stop"
     rig.wait(6)
-    assert not rig.jobs.records
+    assert not rig.jobs
 
 
 @pytest.mark.parametrize("leaves", ["before the end", "after the end"])
@@ -97,7 +97,7 @@ def test_unread_answers_are_bounded_by_bytes_and_the_reader_of_one_that_goes_is_
     rig.ready()
     slow_answers(rig, 20)
     rig.wait(5)
-    unread = [record for record in rig.jobs.records.values() if record.unread]
+    unread = [record for record in rig.jobs if record.unread]
     assert 0 < sum(record.kept_bytes for record in unread) <= 100_000
     gone = [number for number in range(1, 21) if unknown(rig, number)]
     assert gone == list(range(1, 21 - len(unread)))
@@ -150,7 +150,7 @@ def test_a_reader_that_reads_nothing_at_all_is_told_once_it_reads():
         rig.chunk(*range(900))
         rig.final()
     rig.wait(10)
-    assert not rig.jobs.records
+    assert not rig.jobs
     rig.deaf.clear()
     rig.wait(2)
     for number in (1, 2):

@@ -205,7 +205,7 @@ def test_far_deadlines_of_ended_jobs_are_forgotten():
         rig.submit(number, deadline_ms=10**12)
         rig.final()
     rig.wait(1)
-    assert len(rig.jobs.records) == 0
+    assert len(rig.jobs) == 0
     assert len(rig.machine._timers) < 100
 
 
@@ -344,6 +344,7 @@ def test_hello_tells_the_limits_and_refuses_versions_it_does_not_speak():
         "max_job_bytes": 1024**2,
         "queue_jobs": 7,
         "queue_bytes": 256 * 1024**2,
+        "client_jobs": 1000,
         "retain_s": 600,
         "orphan_s": 3,
     }

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from queueing.model import CheckedRig, Fact, View
+from queueing.model import CheckedRig, Fact, Token, View
 from queueing.rig import BEATS, body, job_id
 
 from broker.moves import Phase
@@ -47,9 +47,9 @@ class Queue(RuleBasedStateMachine):
         self.workers = self.epoch = 0
         self.hung: set[bytes] = set()
 
-    @initialize(retain_bytes=st.sampled_from([2_500, 10**8]))
-    def memory_is_small_or_large(self, retain_bytes):
-        self.rig.jobs.settings = replace(self.rig.jobs.settings, retain_bytes=retain_bytes)
+    @initialize(retain_bytes=st.sampled_from([2_500, 10**8]), memory_bytes=st.sampled_from([0, 1000, 10**8]))
+    def memory_is_small_or_large(self, retain_bytes, memory_bytes):
+        self.rig.change(retain_bytes, memory_bytes)
 
     # --- producers
 
@@ -57,7 +57,7 @@ class Queue(RuleBasedStateMachine):
         return self.routes[pick % len(self.routes)]
 
     def any_job(self, pick: int) -> bytes | None:
-        known = [job for job in self.rig.facts if job in self.rig.jobs.records]
+        known = [job for job in self.rig.facts if self.rig.jobs.find(job) is not None]
         return known[-1 - pick % min(len(known), 8)] if known else None
 
     def tell(self, route: bytes, message: m.Message) -> None:
@@ -76,7 +76,7 @@ class Queue(RuleBasedStateMachine):
         content = body(prompt="x" * size)
         fact = self.rig.facts[job] = Fact(content)
         self.tell(route, m.Submit(job, content, credit, deadline, ttl, finish))
-        record = self.rig.jobs.records.get(job)
+        record = self.rig.jobs.find(job)
         if record is not None:
             fact.admit_seq, fact.view = record.admit_seq, View(route)
         self.turn()
@@ -86,7 +86,7 @@ class Queue(RuleBasedStateMachine):
         job, route = job_id(len(self.rig.facts)), self.client(who)
         fact = self.rig.facts[job] = Fact(body(**bad))
         self.tell(route, m.Submit(job, fact.body))
-        record = self.rig.jobs.records.get(job)
+        record = self.rig.jobs.find(job)
         if record is not None:
             assert self.rig.back.limits is None
             fact.admit_seq, fact.view = record.admit_seq, View(route)
@@ -99,9 +99,9 @@ class Queue(RuleBasedStateMachine):
             return
         fact = self.rig.facts[job]
         self.tell(route, m.Submit(job, fact.body if same else body(prompt="other"), credit))
-        record = self.rig.jobs.records.get(job)
+        record = self.rig.jobs.find(job)
         if record is not None and same and fact.view.route != route:
-            fact.view = View(route)
+            fact.read_by(View(route))
         self.turn()
 
     @rule(who=PICK, which=PICK)
@@ -118,7 +118,7 @@ class Queue(RuleBasedStateMachine):
             return
         old = self.rig.facts[job].view
         self.tell(route, m.Resume(job, old.next_seq, old.tokens, credit))
-        self.rig.facts[job].view = View(route, old.next_seq, old.tokens)
+        self.rig.facts[job].read_by(View(route, old.next_seq, old.tokens))
         self.turn()
 
     @rule(who=PICK, which=PICK, next_seq=st.sampled_from([2**53 + 1, 2**64 - 1]), tokens=EXTREME)
@@ -133,7 +133,7 @@ class Queue(RuleBasedStateMachine):
         job, route = self.any_job(which), self.client(who)
         if job is not None:
             self.tell(route, m.Resume(job, start, 0, credit))
-            self.rig.facts[job].view = View(route, start)
+            self.rig.facts[job].read_by(View(route, start))
             self.turn()
 
     @rule(which=PICK, more=st.integers(0, 3))
@@ -160,6 +160,9 @@ class Queue(RuleBasedStateMachine):
         self.routes.remove(route)
         if bye:
             self.tell(route, m.Bye())
+            for fact in self.rig.facts.values():
+                if fact.view is not None and fact.view.route == route:
+                    fact.view.lost = True
         self.rig.gone.add(route)
         self.routes.append(b"p%d" % self.names)
         self.names += 1
@@ -198,21 +201,20 @@ class Queue(RuleBasedStateMachine):
 
     def draw(self, route: bytes, run: m.Run, count: int) -> None:
         fact = self.rig.facts[run.id]
-        first, holds = len(fact.ids), self.rig.holds(route, run)
-        ids = tuple((run.lease * 7 + first + step) % 1000 for step in range(count))
-        text = "".join(f"{token} " for token in ids)
-        if holds:
-            fact.ids += ids
-            fact.texts += [f"{token} " for token in ids]
-        said = m.WorkerChunk(run.id, run.attempt, run.lease, first, count, ids, text)
-        self.rig.back.on_message(route, said, self.rig.now())
+        for _ in range(count):
+            # A token a chunk, as workers report them: after a power loss a place between two is never missed.
+            first, token = len(fact.ids), Token.at(run.id, len(fact.ids))
+            if self.rig.holds(route, run):
+                fact.ids.append(token.id)
+            said = m.WorkerChunk(run.id, run.attempt, run.lease, first, 1, (token.id,), token.text)
+            self.rig.back.on_message(route, said, self.rig.now())
 
     def end(self, route: bytes, run: m.Run, reason: str) -> None:
         said = m.Final(run.id, run.attempt, run.lease, reason, 3, 0, 16, 0.1, 0.1, "0" * 64, "serial_b1", True, {})
         self.rig.back.on_message(route, said, self.rig.now())
 
     def can_work(self) -> bool:
-        return bool(self.rig.all_runs) and self.rig.all_runs[-1][0] not in self.hung
+        return bool(self.rig.boot_runs) and self.rig.boot_runs[-1][0] not in self.hung
 
     def beat(self) -> None:
         if self.rig.back.worker is not None and self.rig.back.worker.route not in self.hung:
@@ -221,7 +223,7 @@ class Queue(RuleBasedStateMachine):
     @precondition(can_work)
     @rule(count=st.integers(1, 3), turns=st.integers(1, 3))
     def worker_draws(self, count, turns):
-        route, run = self.rig.all_runs[-1]
+        route, run = self.rig.boot_runs[-1]
         for _ in range(turns):
             self.draw(route, run, count)
             self.turn()
@@ -229,13 +231,13 @@ class Queue(RuleBasedStateMachine):
     @precondition(lambda self: self.rig.running and self.can_work())
     @rule(reason=st.sampled_from(["stop", "length", "cancelled"]))
     def worker_ends(self, reason):
-        self.end(*self.rig.all_runs[-1], reason)
+        self.end(*self.rig.boot_runs[-1], reason)
         self.turn()
 
     @precondition(lambda self: self.rig.running and self.can_work())
     @rule(gap=st.booleans())
     def worker_fails(self, gap):
-        route, run = self.rig.all_runs[-1]
+        route, run = self.rig.boot_runs[-1]
         if gap:
             first = len(self.rig.facts[run.id].ids) + 1
             said = m.WorkerChunk(run.id, run.attempt, run.lease, first, 1, (1,), "no")
@@ -248,6 +250,8 @@ class Queue(RuleBasedStateMachine):
     @rule(which=PICK, final=st.booleans())
     def a_stale_worker_talks(self, which, final):
         route, run = self.rig.all_runs[which % (len(self.rig.all_runs) - 1)]
+        if self.rig.holds(route, run):
+            return
         if final:
             self.end(route, run, "stop")
         else:
@@ -257,7 +261,7 @@ class Queue(RuleBasedStateMachine):
     @precondition(lambda self: self.rig.running)
     @rule(old_lease=st.booleans(), final=st.booleans())
     def an_impostor_talks_about_the_running_job(self, old_lease, final):
-        route, run = self.rig.all_runs[-1]
+        route, run = self.rig.boot_runs[-1]
         if old_lease:
             run = replace(run, lease=run.lease - 1)
         else:
@@ -306,6 +310,36 @@ class Queue(RuleBasedStateMachine):
             self.rig.machine.drain(self.rig.now(), limit)
             self.turn()
 
+    @rule(dice=st.integers(0, 3), power_loss=st.booleans(), away_s=st.sampled_from([0.0, 1.0, 8.0]))
+    def the_broker_is_killed_and_started_again(self, dice, power_loss, away_s):
+        if dice:
+            return
+        # Their connections are new ones, and whoever hears the old worker does not know it.
+        self.routes = [b"p%d" % (self.names + place) for place in range(len(self.routes))]
+        self.names += len(self.routes)
+        self.workers += 1
+        self.hung.clear()
+        self.rig.clock.advance(away_s)
+        self.rig.broker_dies(power_loss=power_loss)
+
+    @rule(fails=st.booleans())
+    def the_disk_fails_or_is_mended(self, fails):
+        self.rig.journal.fails = fails
+
+    @rule(which=PICK, delete=st.booleans())
+    def kick_or_delete(self, which, delete):
+        job = self.any_job(which)
+        if job is None:
+            return
+        record = self.rig.jobs.find(job)
+        kicked = record.phase is Phase.BURIED and not record.unread and not self.rig.machine.commits.error
+        self.tell(b"ops", m.Delete(job) if delete else m.Kick(job))
+        if kicked and not delete:
+            fact = self.rig.facts[job]
+            fact.last_word, fact.admit_seq = None, record.admit_seq
+            fact.view = View(b"nobody")
+        self.turn()
+
     # --- always
 
     def turn(self) -> None:
@@ -315,14 +349,15 @@ class Queue(RuleBasedStateMachine):
     @invariant()
     def the_line_is_bounded_and_in_order(self):
         line = list(self.rig.gate.line.values())
-        assert len(line) <= 5
-        assert self.rig.gate.line_bytes <= 4000
+        # A job that comes back from a worker has its place, however many came meanwhile.
+        assert len(line) <= 6
+        assert self.rig.gate.line_bytes <= 4000 + 2000
         assert [one.admit_seq for one in line] == sorted(one.admit_seq for one in line)
 
     @invariant()
     def unread_answers_are_bounded(self):
         jobs = self.rig.jobs
-        old = [one for one in jobs.records.values() if one.unread and one.phase is Phase.ENDED]
+        old = [one for one in jobs if one.unread and one.phase is Phase.ENDED]
         old = [one for one in old if self.rig.clock.seconds - one.filed > 2 * jobs.settings.beat_s]
         assert sum(one.kept_bytes for one in old) <= jobs.settings.retain_bytes
 
@@ -335,6 +370,11 @@ class Queue(RuleBasedStateMachine):
         """Nothing waits for ever: once all read and a worker works, every admitted job ends and is told."""
         rig = self.rig
         rig.room.clear()
+        rig.journal.fails = False
+        if rig.machine.draining:
+            self.routes = [b"p%d" % (self.names + place) for place in range(len(self.routes))]
+            rig.broker_dies(power_loss=False)
+            self.workers += 1
         for _ in range(400):
             if not (rig.gate.line or rig.running or rig.jobs.outboxes.clients):
                 break
@@ -343,24 +383,24 @@ class Queue(RuleBasedStateMachine):
                     fact.view
                     and not fact.view.ended
                     and fact.view.route in self.routes
-                    and job in rig.jobs.records
+                    and rig.jobs.find(job) is not None
                 ):
                     self.tell(fact.view.route, m.GiveCredit(job, 2**64 - 1))
             if rig.back.worker is None and not rig.machine.draining:
                 self.worker_comes(again=False)
             if rig.running is not None and rig.back.worker is not None and self.can_work():
-                self.end(*rig.all_runs[-1], "cancelled" if rig.running.phase is Phase.CANCELLING else "stop")
+                self.end(*rig.boot_runs[-1], "cancelled" if rig.running.phase is Phase.CANCELLING else "stop")
             self.turn()
             # Only as far as the machine asks to be woken: a moment it forgot would stop everything here.
             rig.clock.advance(max(0.0, rig.machine.next_wake() - rig.clock.seconds))
             self.beat()
-        assert rig.machine.drained or set(rig.jobs.outboxes.clients) <= rig.gone
+        assert set(rig.jobs.outboxes.clients) <= rig.gone
         assert not rig.gate.line
         assert rig.running is None
         for job, fact in rig.facts.items():
             if fact.admit_seq is not None:
                 # An answer larger than all that is kept, and nobody there to read it, goes in the turn in which it ends.
-                forgotten = job not in rig.jobs.records and fact.view.route in rig.gone
+                forgotten = rig.jobs.find(job) is None and fact.view.route in rig.gone
                 assert fact.last_word is not None or forgotten, "an admitted job never ended"
                 heard = fact.view.ended or fact.view.route in rig.gone
                 assert heard or rig.machine.drained, "a reader never heard the last word"

@@ -41,25 +41,32 @@ def test_a_worker_of_another_mode_is_refused_with_both_modes_named():
 
 
 @pytest.mark.parametrize("reason", ["exited", "silent", "stalled", "replaced", "broken"])
-def test_a_worker_lost_mid_job_ends_that_job_with_one_retryable_error_and_the_line_goes_on(reason):
+def test_a_job_whose_worker_is_lost_goes_on_at_once_on_the_next_one_behind_what_was_drawn(reason):
     rig = Rig(dead_s=10.0, stall_s=30.0)
     rig.ready()
     rig.submit(1)
     rig.submit(2)
     rig.chunk(4, 5)
     _lose(rig, reason)
-    word = rig.last_word(1)
-    assert (word.code, word.retryable, word.detail["tokens"]) == ("E_WORKER_LOST", True, 2)
-    assert rig.text(1) == "4 5 "
+    assert rig.last_word(1) is None
     assert rig.status()["worker"]["last_loss"] == reason
+    route = WORKER if reason == "replaced" else OTHER_WORKER
     if reason != "replaced":
         assert rig.status()["worker"]["state"] == "absent"
         assert rig.running is None
         rig.ready(OTHER_WORKER, OTHER_ID)
-        rig.final(route=OTHER_WORKER)
-    else:
-        rig.final()
-    assert rig.last_word(2).outcome == "stop"
+    drawn, run = rig.worker_heard[route][-2:]
+    assert drawn == m.Drawn(run.lease, (4, 5))
+    assert (run.id, run.attempt, run.lease) == (job_id(1), 2, 2)
+    rig.chunk(6, route=route)
+    rig.final(route=route)
+    assert rig.text(1) == "4 5 6 "
+    assert [one.attempt for one in rig.told(1, m.Started)] == [1, 2]
+    word = rig.last_word(1)
+    assert (word.outcome, word.run["attempt"], word.run["resume_exact"]) == ("stop", 2, True)
+    assert rig.running.id == job_id(2)
+    rig.final(route=route)
+    assert "resume_exact" not in rig.last_word(2).run
 
 
 def _lose(rig: Rig, reason: str) -> None:
@@ -138,8 +145,10 @@ def test_a_worker_that_says_bye_and_fails_its_job_gets_no_other():
     rig.submit(2)
     rig.worker_says(m.WorkerBye(WORKER_ID))
     rig.fail()
-    assert rig.last_word(1).code == "E_INTERNAL"
-    assert (len(rig.runs()), rig.status()["line"]["depth"]) == (1, 1)
+    assert rig.last_word(1) is None
+    assert (len(rig.runs()), rig.status()["line"]["depth"]) == (1, 2)
+    rig.ready(OTHER_WORKER, OTHER_ID)
+    assert (rig.running.id, rig.running.attempts) == (job_id(1), 2)
 
 
 def test_a_bye_of_an_idle_worker_frees_its_place_at_once_and_a_strangers_changes_nothing():
@@ -156,7 +165,7 @@ def test_a_bye_of_an_idle_worker_frees_its_place_at_once_and_a_strangers_changes
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_a_job_that_a_leaving_worker_gave_up_is_lost_unless_it_was_cancelled_anyway(cancelled):
+def test_a_job_that_a_leaving_worker_hands_back_goes_on_as_if_not_tried_unless_it_was_cancelled_anyway(cancelled):
     rig = Rig()
     rig.ready()
     rig.submit(1)
@@ -164,8 +173,11 @@ def test_a_job_that_a_leaving_worker_gave_up_is_lost_unless_it_was_cancelled_any
     if cancelled:
         rig.say(b"a", m.Cancel(job_id(1)))
     rig.fail("E_WORKER_LOST")
-    word = rig.last_word(1)
-    assert word.outcome == "cancelled" if cancelled else (word.code, word.retryable) == ("E_WORKER_LOST", True)
+    if cancelled:
+        assert rig.last_word(1).outcome == "cancelled"
+        return
+    rig.ready(OTHER_WORKER, OTHER_ID)
+    assert (rig.running.id, rig.running.attempts, rig.running.barren) == (job_id(1), 1, 1)
 
 
 def test_a_cancel_that_nobody_asked_for_is_no_outcome_of_a_job():
@@ -174,8 +186,9 @@ def test_a_cancel_that_nobody_asked_for_is_no_outcome_of_a_job():
     rig.submit(1)
     rig.chunk(1)
     rig.final("cancelled")
-    assert (rig.last_word(1).code, rig.last_word(1).detail["tokens"]) == ("E_WORKER_LOST", 1)
-    assert rig.status()["worker"]["state"] == "ready"
+    assert rig.last_word(1) is None
+    assert (rig.running.id, rig.running.attempts) == (job_id(1), 2)
+    assert rig.status()["worker"]["state"] == "busy"
 
 
 def test_a_repeated_ready_is_answered_and_takes_nothing_from_the_worker():
@@ -227,7 +240,9 @@ def test_a_worker_given_up_and_back_is_told_to_start_over_and_cannot_touch_its_o
     assert (answer.code, answer.detail) == ("E_UNKNOWN_WORKER", {"epoch": 7})
     assert rig.told(1, m.Chunk) == []
     rig.ready()
-    assert rig.running.id == job_id(2)
+    assert (rig.running.id, rig.running.attempts) == (job_id(1), 2)
+    rig.chunk(7, run=old, first=0)
+    assert rig.told(1, m.Chunk) == []
 
 
 @pytest.mark.parametrize(
@@ -249,7 +264,7 @@ def test_a_chunk_that_does_not_follow_is_never_passed_on_and_costs_the_worker_it
     rig.submit(1)
     rig.chunk(1)
     rig.chunk(2, **wrong)
-    assert rig.last_word(1).code == "E_WORKER_LOST"
+    assert (rig.last_word(1), rig.gate.first().id) == (None, job_id(1))
     assert rig.text(1) == "1 "
     assert rig.status()["worker"]["last_loss"] == "broken"
 
@@ -273,7 +288,8 @@ def test_a_final_word_with_an_unknown_reason_is_a_broken_worker_and_no_outcome()
     rig.ready()
     rig.submit(1)
     rig.final("eos")
-    assert rig.last_word(1).code == "E_WORKER_LOST"
+    assert (rig.last_word(1), rig.gate.first().id) == (None, job_id(1))
+    assert rig.status()["worker"]["last_loss"] == "broken"
 
 
 def test_a_failed_attempt_ends_its_job_with_the_workers_words():
@@ -297,7 +313,7 @@ def test_after_the_loop_was_away_the_workers_silence_proves_nothing():
     rig.turn()
     assert rig.running is not None
     rig.wait(10.5, beats=False)
-    assert rig.last_word(1).code == "E_WORKER_LOST"
+    assert (rig.running, rig.status()["worker"]["last_loss"]) == (None, "silent")
 
 
 def test_an_idle_worker_that_falls_silent_is_lost_and_health_says_so():

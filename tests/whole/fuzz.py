@@ -152,9 +152,9 @@ def _map_in(frame: bytes) -> dict[str, object]:
     return value if type(value) is dict else {}
 
 
-def wounded(draw: random.Random) -> Frames:
-    """A valid message with one to three wounds."""
-    frames = list(draw.choice(VALID))
+def wounded(draw: random.Random, valid: list[Frames] = VALID) -> Frames:
+    """One of the *valid* messages with one to three wounds."""
+    frames = list(draw.choice(valid))
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         draw.choice(WOUNDS)(draw, frames)
     return frames

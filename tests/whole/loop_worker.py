@@ -1,7 +1,8 @@
 """The real worker's loop and pulse, as a program, with a runner that needs no model.
 
 Each job's metadata may hold a `script`: `token_s`, `prefill_steps`, and `fault`, one of `boom` (the runner raises),
-`hang` (native code that never returns) and `leave` (an error that no guard of a job catches).
+`hang` (native code that never returns), `hold` (the same, and no other thread runs either), `abort` (the process
+ends in native code) and `leave` (an error that no guard of a job catches).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from mtplx.cli.options import settings_options
 from mtplx.cli.program import run_program
 from mtplx.settings import Settings
 from mtplx.trajectory import trajectory_sha256
-from worker import loop, pulse
+from worker import loop, pulse, watchdog
 from worker.attempt import Attempt, Chunk, Final, Progress
 
 
@@ -30,12 +31,12 @@ class OutsideError(BaseException):
 
 
 def run(attempt: Attempt, *, cancelled: Callable[[], bool], progress: Progress) -> Iterator[Chunk | Final]:
-    """Draws 0, 1, 2 ... until the budget ends."""
+    """Draws 0, 1, 2 ... until the budget ends, behind what earlier attempts drew."""
     job = attempt.job
     script = {"token_s": 0.01, "prefill_steps": 0, "fault": "", **json.loads(job.metadata.get("script", "{}"))}
-    ids: list[int] = []
+    ids = list(attempt.drawn)
     reason = "length"
-    for step in range(script["prefill_steps"] + job.max_tokens):
+    for step in range(script["prefill_steps"] + job.max_tokens - len(ids)):
         if cancelled():
             reason = "cancelled"
             break
@@ -68,9 +69,12 @@ def fail(fault: str) -> None:
         raise RuntimeError("boom")
     if fault == "leave":
         raise OutsideError
-    if fault == "hang":
-        # Locked twice by one thread: no signal ends this wait, and Python never runs again on this thread.
-        libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+    if fault == "abort":
+        ctypes.CDLL(None).abort()
+    if fault in ("hang", "hold"):
+        # Locked twice by one thread: no signal ends this wait, and Python never runs again on this thread. A call by
+        # PyDLL keeps all other threads waiting, too.
+        libc, mutex = (ctypes.PyDLL if fault == "hold" else ctypes.CDLL)(None), ctypes.create_string_buffer(256)
         libc.pthread_mutex_init(mutex, None)
         libc.pthread_mutex_lock(mutex)
         libc.pthread_mutex_lock(mutex)
@@ -106,8 +110,10 @@ def spoil(fault: str) -> None:
     pulse.Pulse._beat = full if fault == "again" else spoiled
 
 
-def serve(settings: Settings, *, fault: str, grace_s: float) -> None:
-    pulse.HANG_GRACE_S = grace_s
+def serve(settings: Settings, *, fault: str, grace_s: float, host: str) -> None:
+    pulse.HANG_GRACE_S = watchdog.STALL_GRACE_S = grace_s
+    if host:
+        loop.host_id = lambda: host
     if fault:
         spoil(fault)
     offer = loop.Offer(
@@ -124,9 +130,10 @@ def serve(settings: Settings, *, fault: str, grace_s: float) -> None:
 @click.command()
 @click.option("--fault", default="")
 @click.option("--grace-s", default=5.0)
+@click.option("--host", default="", help="Where it says that it runs.")
 @settings_options
-def main(fault: str, grace_s: float, **flags: Any) -> None:
-    run_program("loop-worker", partial(serve, fault=fault, grace_s=grace_s), flags)
+def main(fault: str, grace_s: float, host: str, **flags: Any) -> None:
+    run_program("loop-worker", partial(serve, fault=fault, grace_s=grace_s, host=host), flags)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from mtplx.cli.demo import run_demo
 from mtplx.cli.serve import HEALTHY_S, MAX_DEATHS, Service, absolute_model
 from mtplx.cli.signals import Signals
 from mtplx.client import Client
-from mtplx.errors import JobError
+from mtplx.errors import EXITS, JobError
 from mtplx.settings import Settings
 from mtplx.testing import ManualClock
 
@@ -86,15 +87,29 @@ def test_a_stalled_worker_is_killed_and_started_again(settings: Settings) -> Non
     with service(settings, scripted(settings)) as (running, said):
         turn_until(running, lambda: running.ready)
         with Client(settings=settings) as client:
-            client.submit(
-                "x", metadata={"script": '{"tokens": 9, "fault": "hang", "fault_after": 2}'}, finish=True
-            )
+            script = '{"tokens": 9, "fault": "hang", "fault_after": 2, "fault_attempts": 1}'
+            job = client.submit("x", metadata={"script": script})
             turn_until(running, lambda: any("is stalled" in line for line in said))
             turn_until(running, lambda: running.ready)
+            assert job.result(timeout=LIMIT_S).run["attempt"] == 2
             assert client.run("one two").finish_reason == "stop"
+    assert len([line for line in said if "is stalled" in line]) == 1
+    assert "The worker ended (SIGKILL); starting it again in 1 s." in said
 
 
-@pytest.mark.parametrize("code", [2, 3, 5])
+def test_a_worker_that_ends_itself_says_why_and_is_started_again(settings: Settings, tmp_path: Path) -> None:
+    once = (
+        "import os, sys\n"
+        "if not os.path.exists(sys.argv[1]): open(sys.argv[1], 'w').close(); sys.exit(71)\n"
+        "os.execv(sys.executable, [sys.executable, '-P', '-m', 'mtplx.testing', *sys.argv[2:]])"
+    )
+    worker = (sys.executable, "-c", once, str(tmp_path / "started"), *scripted(settings)[4:])
+    with service(settings, worker) as (running, said):
+        turn_until(running, lambda: running.ready)
+    assert any("exit code 71: the worker made no progress" in line and "again in 1 s" in line for line in said)
+
+
+@pytest.mark.parametrize("code", [code for code, ending in EXITS.items() if code and not ending.again])
 def test_a_worker_that_cannot_run_ends_the_service_with_its_code(settings: Settings, code: int) -> None:
     with service(settings, (sys.executable, "-c", f"raise SystemExit({code})")) as (running, said):
         assert exit_code_of(running) == code
@@ -121,7 +136,7 @@ SERVE = """
 import sys
 from mtplx.cli.serve import serve_until_told
 from mtplx.settings import Settings
-settings = Settings(run_dir=sys.argv[1], drain_s=float(sys.argv[2]))
+settings = Settings(run_dir=sys.argv[1], drain_s=float(sys.argv[2]), durability=sys.argv[3])
 worker = (sys.executable, "-P", "-m", "mtplx.testing", "--back", settings.endpoint("back"))
 sys.exit(serve_until_told(settings, lambda line: print(line, flush=True), worker=worker))
 """
@@ -129,7 +144,7 @@ sys.exit(serve_until_told(settings, lambda line: print(line, flush=True), worker
 
 @contextlib.contextmanager
 def serving(settings: Settings, drain_s: float) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", SERVE, str(settings.run_dir), str(drain_s)]
+    command = [sys.executable, "-c", SERVE, str(settings.run_dir), str(drain_s), settings.durability]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:
             assert process.stdout is not None
@@ -155,6 +170,7 @@ def test_one_signal_lets_the_running_job_end_and_stops_both(settings: Settings, 
 
 
 def test_a_second_signal_ends_the_drain(settings: Settings) -> None:
+    settings = replace(settings, durability="none")
     with serving(settings, 300.0) as process, Client(settings=settings) as client:
         stream = client.submit("x", max_tokens=900, metadata={"script": '{"tokens": 900, "token_s": 0.5}'})
         next(stream)
@@ -278,11 +294,12 @@ def test_a_worker_that_dies_again_and_again_is_started_ever_later_and_then_given
     storm._ready_at = 0.0
     assert not storm.turn_until(lambda: False, 1000.0)
     assert storm.exit_code == 70
-    assert "6 times in a row" in said[-1]
-    assert [line.split("again in ")[1] for line in said[:-1]] == ["1 s.", "2 s.", "4 s.", "8 s.", "16 s."]
+    assert f"{MAX_DEATHS} times in a row" in said[-1]
+    waits = [1, 2, 4, 8, 16, 30, 30, 30, 30]
+    assert [line.split("again in ")[1] for line in said[:-1]] == [f"{wait} s." for wait in waits]
     assert len(storm.spawned) == MAX_DEATHS
     gaps = [after - before for before, after in pairwise(storm.spawned)]
-    assert gaps == pytest.approx([1, 2, 4, 8, 16], abs=0.5)
+    assert gaps == pytest.approx(waits, abs=0.5)
 
 
 def test_a_job_run_to_its_end_or_a_while_in_good_health_ends_the_series() -> None:

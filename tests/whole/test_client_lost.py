@@ -83,7 +83,7 @@ def test_a_broker_that_wants_curve_is_said_so(endpoint: str) -> None:
         bound(zmq.ROUTER, endpoint, curve_server=True, curve_secretkey=secret),
         pytest.raises(BrokerUnreachableError, match="CURVE"),
     ):
-        Client(endpoint, timeout=0.5)
+        Client(endpoint, timeout=10.0)
 
 
 def test_a_zeromq_program_that_stays_silent_is_said_so(endpoint: str) -> None:
@@ -134,14 +134,25 @@ def test_a_lost_connection_resumes_from_the_tokens_received(endpoint: str) -> No
         client.close()
 
 
-def test_a_restarted_broker_that_forgot_the_job_ends_its_stream(endpoint: str) -> None:
-    with FakeBroker(endpoint, only_admit, boot=1):
+def test_a_restarted_broker_that_forgot_a_job_that_began_ends_its_stream(endpoint: str) -> None:
+    with FakeBroker(endpoint, only_admit, boot=1) as broker:
         client = Client(endpoint)
         stream = client.submit("Hi")
+        broker.say(*chunks(stream.id)[:2])
+        next(stream)
     with FakeBroker(endpoint, boot=2), client:
         with pytest.raises(JobError, match="started anew"):
             stream.result()
         assert client.run("again").text == TEXT
+
+
+def test_one_that_had_not_begun_is_submitted_again_under_its_id(endpoint: str) -> None:
+    with FakeBroker(endpoint, only_admit, boot=1):
+        client = Client(endpoint)
+        stream = client.submit("Hi")
+    with FakeBroker(endpoint, boot=2) as broker, client:
+        assert stream.result().text == TEXT
+        assert [one.id for one in broker.heard if isinstance(one, Submit)] == [stream.id]
 
 
 def test_a_broker_that_is_gone_is_named_as_such(endpoint: str) -> None:

@@ -28,7 +28,7 @@ def test_a_second_broker_on_the_same_path_exits_and_the_first_goes_on():
     with service() as broker:
         second = broker.start_broker()
         assert second.ended() == 4
-        assert f"process {broker.broker.pid}" in second.said()
+        assert f"({broker.broker.pid})" in second.said()
         broker.answers().socket.close()
 
 

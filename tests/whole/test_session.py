@@ -10,8 +10,9 @@ from whole.fake_broker import LIMITS, chunks, done
 
 from mtplx import BadJobError, BrokerUnreachableError, Job, MtplxError
 from mtplx import messages as m
+from mtplx.patience import Patience
 from mtplx.request import SubmitArguments, SubmitOptions, request_of
-from mtplx.session import Patience, Session
+from mtplx.session import Session
 from mtplx.stream import StreamState
 from mtplx.wire import encode
 
@@ -75,7 +76,7 @@ def test_a_cancel_is_said_again_on_a_new_connection_whether_it_had_left_or_not(s
 
 
 def test_a_cancel_of_anothers_job_is_said_again_before_its_question(session: Session) -> None:
-    ticket = session.ask(OTHERS, cancel=True)
+    ticket = session.ask(m.Status(id=OTHERS), cancel=True)
     session.outbox.clear()
     session.reconnected()
     assert said(session)[1:] == [m.Cancel(OTHERS), m.Status(id=OTHERS)]
@@ -84,7 +85,7 @@ def test_a_cancel_of_anothers_job_is_said_again_before_its_question(session: Ses
 
 
 def test_a_cancel_nobody_waits_for_any_more_is_still_sent(session: Session) -> None:
-    session.drop(session.ask(OTHERS, cancel=True))
+    session.drop(session.ask(m.Status(id=OTHERS), cancel=True))
     session.reconnected()
     assert said(session)[1:] == [m.Cancel(OTHERS)]
 
@@ -124,7 +125,7 @@ def test_an_error_without_id_ends_no_open_job(session: Session) -> None:
 
 
 def test_an_error_without_id_answers_the_oldest_question_alone(session: Session) -> None:
-    health, jobs = session.ask(), session.ask(jobs=True)
+    health, jobs = session.ask(m.Status()), session.ask(m.Status(jobs=True))
     session.outbox.clear()
     hear(session, error("E_INTERNAL"))
     assert health.error is not None
@@ -167,7 +168,7 @@ def test_an_answer_to_a_faulty_message_about_an_admitted_job_leaves_the_job(sess
 
 def test_a_question_about_an_own_job_that_is_unknown_is_answered_too(session: Session) -> None:
     state = opened(session)
-    ticket = session.ask(state.id)
+    ticket = session.ask(m.Status(id=state.id))
     session.outbox.clear()
     hear(session, error("E_UNKNOWN_JOB", state.id))
     assert ticket.error is not None
@@ -179,10 +180,10 @@ def test_a_question_about_an_own_job_that_is_unknown_is_answered_too(session: Se
 
 def test_a_question_nobody_waits_for_any_more_leaves_nothing_behind(session: Session) -> None:
     for _ in range(10):
-        session.drop(session.ask())
+        session.drop(session.ask(m.Status()))
     assert said(session) == []
     for _ in range(10):
-        session.drop(session.ask())
+        session.drop(session.ask(m.Status()))
         session.outbox.clear()
     session.reconnected()
     assert said(session) == [m.Hello(versions=(1,))]
@@ -190,22 +191,64 @@ def test_a_question_nobody_waits_for_any_more_leaves_nothing_behind(session: Ses
 
 
 def test_a_late_answer_is_not_taken_for_that_of_a_later_question(session: Session) -> None:
-    session.drop(session.ask())
+    session.drop(session.ask(m.Status()))
     session.outbox.clear()
-    session.drop(session.ask())
-    ticket = session.ask()
+    session.drop(session.ask(m.Status()))
+    ticket = session.ask(m.Status())
     session.outbox.clear()
     session.reconnected()
     hear(session, m.StatusReply(status={"n": 3}))
     assert ticket.answer == {"n": 3}
-    late = session.ask()
+    late = session.ask(m.Status())
     session.outbox.clear()
     session.drop(late)
-    ticket = session.ask()
+    ticket = session.ask(m.Status())
     hear(session, m.StatusReply(status={"n": 4}))
     assert not ticket.settled
     hear(session, m.StatusReply(status={"n": 5}))
     assert ticket.answer == {"n": 5}
+
+
+# --- a broker that was started anew
+
+
+def restarted(session: Session) -> None:
+    """The broker that answers from here on is another process."""
+    for boot_id in (BOOT, b"c" * 16):
+        hear(session, m.Welcome(1, boot_id, 2000, LIMITS))
+    session.outbox.clear()
+
+
+def test_a_job_that_a_new_broker_does_not_know_is_submitted_again_if_nothing_of_it_came(session: Session) -> None:
+    state = opened(session)
+    restarted(session)
+    hear(session, error("E_UNKNOWN_JOB", state.id), error("E_UNKNOWN_JOB", state.id))
+    assert said(session) == [state.submit]
+    assert state.error is None
+    hear(session, admitted(state), *chunks(state.id, ("a",)))
+    assert state.text == "a"
+
+
+@pytest.mark.parametrize("why", ["it began", "it was cancelled", "the broker is the same"])
+def test_one_that_it_cannot_run_again_unseen_ends_with_a_sentence(session: Session, why: str) -> None:
+    state = opened(session)
+    if why == "it began":
+        hear(session, *chunks(state.id, ("a",)))
+    if why == "it was cancelled":
+        session.cancel(state)
+    if why != "the broker is the same":
+        restarted(session)
+    session.outbox.clear()
+    hear(session, error("E_UNKNOWN_JOB", state.id))
+    assert said(session) == []
+    assert getattr(state.error, "code", "") == "E_UNKNOWN_JOB"
+
+
+def test_without_a_connection_a_stream_is_waited_for_longer_than_on_one(session: Session) -> None:
+    session.up = True
+    assert session.idle_limit() == 10.0
+    session.up = False
+    assert session.idle_limit() == 60.0
 
 
 # --- what is refused before it is sent
@@ -214,7 +257,7 @@ def test_a_late_answer_is_not_taken_for_that_of_a_later_question(session: Sessio
 @pytest.mark.parametrize("job_id", [b"", b"x", b"x" * 17, "x" * 16, 5])
 def test_an_id_of_another_length_or_kind_is_refused(session: Session, job_id: Any) -> None:
     with pytest.raises(BadJobError) as caught:
-        session.ask(job_id, cancel=True)
+        session.ask(m.Status(id=job_id), cancel=True)
     assert caught.value.field == "job_id"
     assert said(session) == []
 
@@ -256,7 +299,9 @@ def test_the_arguments_of_submit_are_its_options_and_the_fields_of_a_job() -> No
 
 def test_every_word_of_the_broker_counts_as_life(session: Session) -> None:
     state = opened(session)
-    patience = Patience(session, 0.0, None, 0.4, RuntimeError, lambda idle: BrokerUnreachableError(f"{idle}"))
+    patience = Patience(
+        session, 0.0, None, lambda: 0.4, RuntimeError, lambda idle: BrokerUnreachableError(f"{idle}")
+    )
     for beat in range(8):
         at = 0.3 * (beat + 1)
         hear(session, m.Progress(id=state.id, phase="prefill", done=beat, total=8, worker="busy"), now=at)

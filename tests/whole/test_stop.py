@@ -10,10 +10,12 @@ from mtplx import messages as m
 # No wait for a job, a dead producer or a whole drain of 25 s hides below this.
 LIMIT_S = 12.0
 SLOW = {"tokens": 100_000, "token_s": 0.01}
+# What is told of jobs that nothing outlives; with a journal they wait in it.
+FORGETS = ("--durability", "none")
 
 
 def test_sigterm_with_one_running_five_queued_and_two_dead_clients_ends_in_time():
-    with service("--drain-s", "2") as broker:
+    with service("--drain-s", "2", *FORGETS) as broker:
         worker = broker.worker()
         runner, dead, alive = broker.producer(), [broker.producer() for _ in range(2)], broker.producer()
         long = runner.submit(script=SLOW)
@@ -36,6 +38,29 @@ def test_sigterm_with_one_running_five_queued_and_two_dead_clients_ends_in_time(
         assert worker.wait_for("quiet")
 
 
+def test_sigterm_leaves_running_and_waiting_jobs_to_the_next_broker():
+    with service("--drain-s", "0.5") as broker:
+        worker, producer = broker.worker(), broker.producer(RECONNECT_IVL=20)
+        running = producer.submit(script={"tokens": 200, "token_s": 0.01}, finish=True)
+        waiting = [producer.submit(script={"tokens": 3}, finish=True) for _ in range(3)]
+        producer.expect(m.Chunk, running)
+        assert stop(broker.broker) < LIMIT_S
+        producer.drain()
+        assert any(isinstance(one, m.Draining) for _, one in producer.log)
+        assert not any(isinstance(one, m.Done | m.Error) for _, one in producer.log)
+        worker.close()
+        broker.start_broker()
+        later = broker.answers()
+        worker = broker.worker()
+        for job in (running, *waiting):
+            later.say(m.Resume(job, 0, 0))
+        for job in (running, *waiting):
+            assert later.last_word(job).outcome == "stop"
+            check_stream(later, job)
+        assert later.last_word(running).run["attempt"] == 1
+        assert [event.id for event in worker.events("run")] == [job.hex() for job in (running, *waiting)]
+
+
 def test_a_running_job_that_can_end_within_the_limit_does():
     with service("--drain-s", "20") as broker:
         broker.worker()
@@ -54,7 +79,7 @@ def test_a_running_job_that_can_end_within_the_limit_does():
 
 
 def test_a_second_signal_does_not_wait_for_the_job():
-    with service("--drain-s", "60") as broker:
+    with service("--drain-s", "60", *FORGETS) as broker:
         worker = broker.worker()
         producer = broker.producer()
         job = producer.submit(script=SLOW)
@@ -90,7 +115,7 @@ def test_a_reader_that_never_reads_does_not_hold_the_exit_beyond_the_limit():
 
 
 def test_last_words_have_their_time_even_where_the_running_job_took_all_of_its_own():
-    with service("--drain-s", "0.5") as broker:
+    with service("--drain-s", "0.5", *FORGETS) as broker:
         worker = broker.worker("--fault", "hang")
         deaf, slow = broker.producer(), broker.producer()
         # The worker ignores the cancel, so the job takes the grace as well; a reader's credit comes after that.
@@ -107,7 +132,7 @@ def test_an_orderly_stop_leaves_no_socket_files_behind():
     with service() as broker:
         assert (broker.run / "front.sock").is_socket()
         stop(broker.broker)
-        assert sorted(path.name for path in broker.run.iterdir()) == ["back.sock.lock", "front.sock.lock"]
+        assert sorted(path.name for path in broker.run.iterdir()) == ["back.sock.lock", "front.sock.lock", "state"]
 
 
 def test_the_end_of_the_terminal_drains_like_any_other_stop():

@@ -75,7 +75,7 @@ def _download(hub_id: str) -> Path:
 
 def weight_file_bytes(path: Path) -> int:
     """Bytes of the weights of the checked model directory *path*, as they lie there."""
-    return sum(shard.stat().st_size for shard in _shards(path))
+    return sum(shard.stat().st_size for shard in weight_files(path))
 
 
 def check_model_files(path: Path) -> None:
@@ -99,7 +99,7 @@ def check_model_files(path: Path) -> None:
         raise ModelFilesError(f"{path} wants to run its own code ({config['model_file']}); that is never done.")
     if (path / MANIFEST).exists():
         _check_manifest(path)
-    for shard in _shards(path):
+    for shard in weight_files(path):
         _check_safetensors(shard)
     for name in _JSON:
         if (path / name).exists():
@@ -118,7 +118,12 @@ def _check_manifest(path: Path) -> None:
             raise ModelFilesError(f"{path / name} {state}; remove the directory and pull or copy it again.")
 
 
-def _shards(path: Path) -> list[Path]:
+def weight_files(path: Path) -> list[Path]:
+    """The weight files of the model directory *path*, by name.
+
+    Raises:
+        ModelFilesError: there is none, or one is missing.
+    """
     if (path / _INDEX).exists():
         weight_map = _read_json(path / _INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
