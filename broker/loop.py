@@ -92,6 +92,7 @@ class Loop:
         self, settings: Settings, machine: Machine, tracer: Tracer | None, *, watch_stdin: bool = False
     ) -> None:
         self._settings = settings
+        self._front_encrypted = settings.encrypted("front")
         self._watch_stdin = watch_stdin
         self._machine = machine
         self._tracer = tracer
@@ -238,7 +239,7 @@ class Loop:
 
     def _on_client_frames(self, route: bytes, frames: list[bytes], peer: Peer) -> None:
         try:
-            if self._settings.encrypted("front") and named_by_itself(route):
+            if self._front_encrypted and named_by_itself(route):
                 raise ProtocolError(NO_ROUTING_ID, field="routing_id")
             message = decode(frames, m.FROM_CLIENT)
         except ProtocolError as error:
