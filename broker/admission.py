@@ -6,6 +6,7 @@ else in mtplx does.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,11 +18,16 @@ from broker.record import Now, Record
 from broker.words import POISON, clocked
 from mtplx.errors import BusyError
 from mtplx.job import Job
+from mtplx.logs import of_job
 from mtplx.messages import Done
+
+log = logging.getLogger("mtplx.broker")
 
 # Waits and runs of the last jobs that health summarises.
 WINDOW: Final = 1000
 Key = tuple[str, bytes]
+# What a log line says of a moment.
+LOGGED: Final = ("attempt", "model", "outcome", "reason", "code", "tokens")
 DEFAULT_RETRY_MS: Final = 1000
 # Widths as the worker spells them; no forward has more rows.
 WIDTHS: Final = {str(width): width for width in range(1, 1025)}
@@ -96,6 +102,7 @@ class Gate:
         """Put *record* at the end of the line, and begin its spans if its *job* is given."""
         self.line[record.key] = record
         self.line_bytes += record.size
+        log.info("waiting as number %d, %d in line", record.admit_seq, len(self.line), extra=of_job(record.id))
         if job is not None and self.keep_moments:
             place = {"seq": record.admit_seq, "depth": len(self.line), "headers": record.headers}
             self.note("admitted", record.key, record.admitted, restored=record.restored, **place, **_request(job))
@@ -197,7 +204,10 @@ class Gate:
         self.note("refused", ("", job_id), now, code=code, headers=headers)
 
     def note(self, what: str, job: Key, now: Now, **attributes: Any) -> None:
-        """Keep a moment for the spans, if anybody wants spans."""
+        """Log a moment, and keep it for the spans, if anybody wants spans."""
+        if what != "admitted" and log.isEnabledFor(logging.INFO):
+            about = (f"{name}={attributes[name]}" for name in LOGGED if name in attributes)
+            log.info("%s", " ".join((what, *about)), extra=of_job(job[1]))
         if self.keep_moments:
             self._moments.append(Moment(what, job, now.wall_ns, attributes))
 

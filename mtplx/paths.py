@@ -41,6 +41,12 @@ def default_config() -> Path:
     return Path.home() / ".mtplx" / "config.toml"
 
 
+def default_logs() -> Path:
+    """Where services log: by the habit of macOS, else beside the state."""
+    home = Path.home()
+    return home / "Library" / "Logs" / "mtplx" if sys.platform == "darwin" else home / ".mtplx" / "logs"
+
+
 def check_ipc_path(path: str) -> None:
     """Refuse a socket path that some system cannot hold.
 

@@ -24,6 +24,7 @@ DRAFTS: Final = ("auto", "ngram", "mtp", "none")
 PRESETS: Final = ("solo", "latency", "agent", "throughput")
 DURABILITIES: Final = ("full", "os", "none")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+LOG_FORMATS: Final = ("text", "json")
 # WELCOME tells limits, and milliseconds are a thousand times more; both must fit 64 bits.
 LOOPBACK: Final = ("127.0.0.1", "localhost", "[::1]")
 MAX_PORT: Final = 65_535
@@ -98,6 +99,10 @@ class Settings:
     otlp_endpoint: str = _setting("", "Send spans to this OTLP/HTTP collector, as OTEL_EXPORTER_OTLP_ENDPOINT.")
     reference: bool = _setting(default=False, text="Decode by mlx-lm's own loop, to compare with.")
     log_level: str = _setting("warning", "debug, info, warning or error.")
+    log_format: str = _setting("text", "Log lines as text or json.")
+    log_dir: Path | None = _setting(
+        None, "Folder of log files of bounded size, mode 0700; without it the log goes to stderr."
+    )
 
     def __post_init__(self) -> None:
         """Check every value; the automatic ones were filled in by `load`."""
@@ -105,6 +110,7 @@ class Settings:
         _one_of("batching_preset", self.batching_preset, PRESETS)
         _one_of("durability", self.durability, DURABILITIES)
         _one_of("log_level", self.log_level, LOG_LEVELS)
+        _one_of("log_format", self.log_format, LOG_FORMATS)
         self._check_values()
         if self.dead_s < 2 * self.beat_s:
             raise SettingsError(f"--dead-s ({self.dead_s}) must be at least twice --beat-s ({self.beat_s}).")
@@ -243,6 +249,11 @@ _FIELDS: Final = {item.name: item for item in fields(Settings)}
 def flag(name: str) -> str:
     """The command-line spelling of a setting."""
     return "--" + name.replace("_", "-")
+
+
+def variables() -> dict[str, str]:
+    """The variables in force that are meant for mtplx or for the OpenTelemetry SDK."""
+    return {key: value for key, value in os.environ.items() if key.startswith((PREFIX, "OTEL_"))}
 
 
 def kernel_folder(folder: Path) -> Path:

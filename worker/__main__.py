@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from mtplx.cli.options import settings_options
-from mtplx.cli.program import run_program
+from mtplx.cli.program import MANAGERS, Program, run_program
 from mtplx.errors import SettingsError
 from mtplx.settings import Settings
 
@@ -32,12 +32,15 @@ def serve(settings: Settings, *, watch_stdin: bool = False) -> None:
         worker.close()
 
 
-@click.command()
+@click.command("mtplx-worker", cls=Program)
 @click.option("--exit-with-stdin", is_flag=True, hidden=True, help="Stop when stdin ends.")
+@click.option(
+    "--service", type=click.Choice(MANAGERS), help="Which service manager starts this, in a service file."
+)
 @settings_options
-def main(exit_with_stdin: bool, **flags: Any) -> None:
+def main(exit_with_stdin: bool, service: str | None, **flags: Any) -> None:
     """The mtplx worker: one model, one device, one job at a time."""
-    run_program("mtplx-worker", partial(serve, watch_stdin=exit_with_stdin), flags)
+    run_program("mtplx-worker", partial(serve, watch_stdin=exit_with_stdin), flags, service=service)
 
 
 if __name__ == "__main__":

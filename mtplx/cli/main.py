@@ -18,6 +18,7 @@ from mtplx.cli.probe import probe
 from mtplx.cli.pull import pull
 from mtplx.cli.run import INTERRUPTED, run
 from mtplx.cli.serve import serve
+from mtplx.cli.service import service
 from mtplx.errors import MtplxError, WireError
 
 
@@ -61,7 +62,7 @@ def main(context: click.Context, /, **flags: Any) -> None:
             click.echo(context.get_help())
 
 
-for command in (serve, run, batch, health, jobs, cancel, journal, keys, pull, probe, demo):
+for command in (serve, run, batch, health, jobs, cancel, journal, keys, pull, probe, demo, service):
     main.add_command(command)
 
 

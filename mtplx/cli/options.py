@@ -23,6 +23,11 @@ def settings_options(command: Command) -> Command:
     return _options(command, tuple(item.name for item in fields(Settings)))
 
 
+def service_options(command: Command) -> Command:
+    """Add the options of a service file: all but the folder of logs, which has its place."""
+    return _options(command, tuple(item.name for item in fields(Settings) if item.name != "log_dir"))
+
+
 def connection_options(command: Command) -> Command:
     """Add the options of a command that only talks to a broker."""
     return _options(command, CONNECTION)
