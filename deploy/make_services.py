@@ -1,8 +1,8 @@
 # ruff: noqa: INP001 - a script beside the files it makes
 """Makes the example service files of this folder: `python deploy/make_services.py`.
 
-They are what `mtplx service print` gives for the defaults, with example paths. `mtplx service install` writes those
-of your machine.
+They are what `mtplx service print` gives for the defaults, with example paths. `mtplx service install` writes
+those of your machine.
 """
 
 from __future__ import annotations

@@ -161,7 +161,16 @@ def plist(unit: Unit) -> bytes:
 
 
 def systemd_unit(unit: Unit) -> bytes:
-    """The systemd user unit."""
+    """The systemd user unit.
+
+    Raises:
+        SettingsError: systemd takes no program of that path, however it is written.
+    """
+    if set(unit.command[0]) & set("\"'\\"):
+        raise SettingsError(
+            f"systemd takes no program with quotes or backslashes in its path: {unit.command[0]}. "
+            "Install mtplx in a folder without them."
+        )
     sections: Lines = {"Unit": [], "Service": [], "Install": []}
     for promise in TABLE:
         for section, lines in promise.systemd(unit).items():

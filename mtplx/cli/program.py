@@ -49,15 +49,17 @@ def run_program(
     """
     # Known before the settings are, which may be what is wrong.
     folder = Path(options.get("log_dir") or ".") if service else None
+    to_file = False
     try:
         if service:
             bound_stderr()
             _tell_crashes()
         settings = load_settings(options)
         set_up(settings, name)
+        to_file = settings.log_dir is not None
         serve(settings)
     except MtplxError as error:
-        if options.get("log_dir"):
+        if to_file:
             log.error("%s", error)  # noqa: TRY400 - the sentence says it all
         _end(name, error.exit_code, str(error), service=service, folder=folder)
     except Exception as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import plistlib
+import resource
 import signal
 import subprocess
 import threading
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 LIMIT_S = 30.0
 
@@ -108,7 +109,8 @@ class Agent:
     def _spawn(self) -> subprocess.Popen[bytes]:
         keys = self.keys
         # The shell closes stdin and sets the soft limit, then becomes the program: the process id stays.
-        files = keys.get("SoftResourceLimits", {}).get("NumberOfFiles", 256)
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        files = min(keys.get("SoftResourceLimits", {}).get("NumberOfFiles", 256), hard % 2**63)
         shell = f'ulimit -Sn {files}; exec "$@" <&-'
         with open(keys["StandardOutPath"], "ab") as out, open(keys["StandardErrorPath"], "ab") as err:  # noqa: PTH123
             return subprocess.Popen(
@@ -165,7 +167,7 @@ class Launchd:
         del self.agents[agent.keys["Label"]]
         agent.bootout()
 
-    def __enter__(self) -> Launchd:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
