@@ -8,38 +8,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from deploy_files import managers
 
 from mtplx import last_error, paths
 from mtplx.cli.main import main
 from mtplx.errors import Exit
 
-# Each knows what is loaded by a file of that name, and fails as asked by a file `refuses`.
-LAUNCHCTL = """#!/bin/sh
-echo "launchctl $*" >> "$HOME/asked"
-for last; do :; done
-name=$(basename "$last" .plist)
-[ -e "$HOME/refuses" ] && [ "$1" = bootstrap ] && { echo "Bootstrap failed: 5: Input/output error" >&2; exit 5; }
-case $1 in
-    bootstrap) [ ! -e "$HOME/$name" ] && [ -e "$last" ] && touch "$HOME/$name" ;;
-    bootout) mv "$HOME/$name" "$HOME/leaving" ;;
-    print)
-        [ -e "$HOME/leaving" ] && { rm "$HOME/leaving"; exit 0; }
-        [ -e "$HOME/$name" ] || { echo "Could not find service" >&2; exit 113; }
-        printf '%s = {\\n\\tstate = running\\n\\tpid = 41\\n\\tlast exit code = 0\\n\\t\\tstate = inner\\n}\\n' "$name" ;;
-esac
-"""
-SYSTEMCTL = """#!/bin/sh
-echo "systemctl $*" >> "$HOME/asked"
-[ -e "$HOME/refuses" ] && { echo "Failed to connect to bus: No medium found" >&2; exit 1; }
-for last; do :; done
-case "$2" in
-    restart|start) touch "$HOME/$last" ;;
-    stop) rm -f "$HOME/$last" ;;
-    disable) rm -f "$HOME/$last" ;;
-    show) if [ -e "$HOME/$3" ]; then echo ActiveState=active; echo SubState=running; echo MainPID=42; echo Result=success
-          else echo ActiveState=failed; echo SubState=failed; echo MainPID=0; echo Result=exit-code; fi ;;
-esac
-"""
 FILES = {
     "launchd": ("Library/LaunchAgents/dev.mtplx.{}.plist", "dev.mtplx.{}"),
     "systemd": (".config/systemd/user/mtplx-{}.service", "mtplx-{}.service"),
@@ -50,9 +24,7 @@ FILES = {
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tools = tmp_path / "bin"
     tools.mkdir()
-    for name, text in (("launchctl", LAUNCHCTL), ("systemctl", SYSTEMCTL)):
-        (tools / name).write_text(text)
-        (tools / name).chmod(0o755)
+    managers.put(tools)
     for name in [name for name in os.environ if name.startswith(("MTPLX_", "OTEL_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
