@@ -9,6 +9,8 @@ from typing import Any, Final, TypeVar
 
 import click
 
+from mtplx import paths
+from mtplx.errors import SettingsError
 from mtplx.settings import Settings, flag
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -51,10 +53,15 @@ def load_settings(options: Mapping[str, Any], outer: Mapping[str, Any] | None = 
 
 
 def _default(item: Field[Any]) -> str:
-    value = item.default if item.default_factory is MISSING else item.default_factory()
+    try:
+        value = item.default if item.default_factory is MISSING else item.default_factory()
+        home = str(paths.home())
+    except SettingsError:
+        # Whoever loads the settings is told.
+        return ""
     if value in (None, ""):
         return ""
-    return f"  [default: {str(value).replace(str(Path.home()), '~', 1)}]"
+    return f"  [default: {str(value).replace(home, '~', 1)}]"
 
 
 def _options(command: Command, names: tuple[str, ...]) -> Command:

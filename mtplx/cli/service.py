@@ -23,7 +23,7 @@ HERE: Final = "launchd" if sys.platform == "darwin" else "systemd"
 
 
 def _manager(which: str | None) -> Manager:
-    return Launchd(Path.home()) if (which or HERE) == "launchd" else Systemd(Path.home())
+    return Launchd(paths.home()) if (which or HERE) == "launchd" else Systemd(Path.home())
 
 
 def _manager_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,7 +85,7 @@ def _python() -> str:
 
 def _plain(name: str, manager: Manager) -> Unit:
     """*name* for commands that need its names and its limit alone, and must work with any settings."""
-    home = Path.home()
+    home = paths.home()
     unit = unit_of(name, Settings(), {}, home=home, logs=paths.default_logs(), python=_python())
     file = manager.file(unit)
     return replace(unit, stop_s=stop_s_in(file.read_bytes()) or unit.stop_s) if file.exists() else unit
@@ -99,7 +99,7 @@ def _plain(name: str, manager: Manager) -> Unit:
 def install(context: click.Context, /, programs: tuple[str, ...], manager: str | None, **flags: Any) -> None:
     """Write the service files for these settings, and start the services."""
     settings, given = given_settings(flags, context.obj)
-    chosen, home, logs = _manager(manager), Path.home(), paths.default_logs()
+    chosen, home, logs = _manager(manager), paths.home(), paths.default_logs()
     names = programs or PROGRAMS
     units = [unit_of(name, settings, given, home=home, logs=logs, python=_python()) for name in names]
     # launchd makes neither, and starts nothing without them.
@@ -172,5 +172,5 @@ def status(context: click.Context, /, programs: tuple[str, ...], manager: str | 
 def show(context: click.Context, /, program: str, manager: str | None, **flags: Any) -> None:
     """Print the service file of PROGRAM for these settings; nothing is installed."""
     settings, given = given_settings(flags, context.obj)
-    unit = unit_of(program, settings, given, home=Path.home(), logs=paths.default_logs(), python=_python())
+    unit = unit_of(program, settings, given, home=paths.home(), logs=paths.default_logs(), python=_python())
     click.echo(_manager(manager).text(unit), nl=False)

@@ -14,7 +14,7 @@ import pytest
 from deploy_files.homes import Home, home
 from deploy_files.launchd import Launchd
 from tiny_models import Kind, make_llama
-from whole.harness import environment
+from whole.harness import ROOT, environment
 
 from mtplx import last_error
 from mtplx.errors import Exit
@@ -22,6 +22,7 @@ from mtplx.services import THROTTLE_S
 
 # Ten seconds of a service file are half a second here.
 SPEED = 20.0
+MAIN = "from broker.__main__ import main; main()"
 SLOW = json.dumps({"tokens": 60, "token_s": 0.02})
 
 
@@ -159,6 +160,38 @@ def test_exit_codes_stand_wherever_launchd_does_not_read_them(mac: Home, started
     assert done.returncode == Exit.SETTINGS
     assert "queue_job" in done.stderr
     assert (last_error.read(mac.logs, "mtplx-broker") is not None) == bool(service)
+
+
+def test_a_broker_without_any_environment_serves(mac: Home) -> None:
+    bare = [
+        "/usr/bin/env",
+        "-i",
+        sys.executable,
+        "-P",
+        "-c",
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{MAIN}",
+    ]
+    running = subprocess.Popen([*bare, "--run-dir", str(mac.run)], cwd="/", stdin=subprocess.DEVNULL)
+    try:
+        with mac.client() as client:
+            assert client.health()["broker"]["pid"] == running.pid
+    finally:
+        running.terminate()
+        assert running.wait(20) == Exit.OK
+
+
+def test_a_user_without_a_home_is_told_so_and_no_restart_loop_begins(mac: Home) -> None:
+    keys = plistlib.loads(mac.broker())
+    missing = "def missing():\n    raise RuntimeError('no home')\n"
+    program = f"{missing}import pathlib\npathlib.Path.home = missing\n{MAIN}"
+    keys["ProgramArguments"][2:4] = ["-c", program]
+    with Launchd(SPEED) as launchd:
+        agent = launchd.bootstrap(plistlib.dumps(keys))
+        agent.wait_for(lambda one: bool(one.turns))
+    assert [turn.code for turn in agent.turns] == [0]
+    told = last_error.read(mac.logs, "mtplx-broker")
+    assert told is not None
+    assert "set HOME" in told.message
 
 
 def test_a_good_end_clears_the_last_error(mac: Home) -> None:
