@@ -12,6 +12,7 @@ import logging
 import os
 import stat
 import sys
+import threading
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -105,6 +106,12 @@ def set_up(settings: Settings, program: str) -> None:
     # The libraries' own chatter quotes what they work on.
     root.setLevel(max(logging.WARNING, logging.getLogger("mtplx").level))
     logging.captureWarnings(capture=True)
+    threading.excepthook = _of_thread
+
+
+def _of_thread(ended: threading.ExceptHookArgs) -> None:
+    name = ended.thread.name if ended.thread else "unknown"
+    logging.getLogger("mtplx").error("thread %s ended", name, exc_info=ended.exc_value)
 
 
 class _File(RotatingFileHandler):

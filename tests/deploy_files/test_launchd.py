@@ -132,7 +132,15 @@ def no_model(place: Home, _: Launchd) -> tuple[bytes, Exit]:
     return place.worker(), Exit.MODEL_FILES
 
 
-@pytest.mark.parametrize("fault", [bad_config, unknown_option, locked, damaged_journal, no_model])
+def refused(place: Home, launchd: Launchd) -> tuple[bytes, Exit]:
+    launchd.bootstrap(place.broker())
+    launchd.bootstrap(place.scripted().replace(b"dev.mtplx.worker", b"another"))
+    answered(place)
+    place.given["model"] = make_llama(place.path / "tiny", Kind(context=128))
+    return place.worker(), Exit.WORKER_REFUSED
+
+
+@pytest.mark.parametrize("fault", [bad_config, unknown_option, locked, damaged_journal, no_model, refused])
 def test_what_would_fail_again_is_told_once_and_left_down(mac: Home, launchd: Launchd, fault) -> None:
     text, code = fault(mac, launchd)
     agent = launchd.bootstrap(text)
@@ -140,7 +148,7 @@ def test_what_would_fail_again_is_told_once_and_left_down(mac: Home, launchd: La
     assert [turn.code for turn in agent.turns] == [0]
     agent._thread.join(5)
     assert not agent._thread.is_alive(), "no restart loop"
-    name = f"mtplx-{'worker' if fault is no_model else 'broker'}"
+    name = f"mtplx-{'worker' if fault in (no_model, refused) else 'broker'}"
     told = last_error.read(mac.logs, name)
     assert told is not None
     assert told.exit_code == code

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +26,7 @@ FORGED = "x\n2026-01-01T00:00:00.000+00:00 error mtplx.broker forged\r\x1b[31m\u
 def log() -> Iterator[logging.Logger]:
     root, found = logging.getLogger(), logging.getLogger("mtplx.test")
     before = (root.handlers[:], root.level, logging.raiseExceptions)
-    root.handlers = []
+    root.handlers, hook = [], threading.excepthook
     yield found
     for handler in root.handlers:
         handler.close()
@@ -34,6 +35,7 @@ def log() -> Iterator[logging.Logger]:
     for name in ("mtplx", "worker"):
         logging.getLogger(name).setLevel(logging.NOTSET)
     logging.captureWarnings(capture=False)
+    threading.excepthook = hook
 
 
 def lines_of(folder: Path, form: str, log: logging.Logger, say) -> list[str]:
@@ -99,6 +101,18 @@ def test_errors_tell_type_and_place_and_quote_no_text_that_was_worked_on(tmp_pat
         assert all(
             word in line for word in (kind, "RuntimeError (the device is gone)", "test_logs.py:", "3f" * 16)
         )
+
+
+def test_a_thread_that_fails_is_one_line_too(tmp_path, log):
+    def say(_log):
+        thread = threading.Thread(target={}.pop, args=(SECRET,), name=FORGED)
+        thread.start()
+        thread.join()
+
+    (line,) = lines_of(tmp_path / "logs", "text", log, say)
+    assert line.isprintable()
+    assert "KeyError" in line
+    assert SECRET not in line
 
 
 def test_libraries_below_are_heard_only_when_something_is_wrong(tmp_path, log):
