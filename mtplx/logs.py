@@ -109,6 +109,14 @@ def set_up(settings: Settings, program: str) -> None:
     threading.excepthook = _of_thread
 
 
+def take_over(*libraries: str) -> None:
+    """Let what *libraries*, imported by now, have to say come through our log, by no handler of theirs."""
+    for name in libraries:
+        library = logging.getLogger(name)
+        library.handlers.clear()
+        library.propagate = True
+
+
 def _of_thread(ended: threading.ExceptHookArgs) -> None:
     name = ended.thread.name if ended.thread else "unknown"
     logging.getLogger("mtplx").error("thread %s ended", name, exc_info=ended.exc_value)

@@ -256,6 +256,11 @@ def variables() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key.startswith((PREFIX, "OTEL_"))}
 
 
+def quiet_libraries() -> None:
+    """Keep transformers, before it is imported, from advice on libraries that nothing here uses."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
 def kernel_folder(folder: Path) -> Path:
     """Where MLX's CUDA build looks for compiled kernels: as its own variable says, else *folder* from now on."""
     return Path(os.environ.setdefault("MLX_PTX_CACHE_DIR", str(folder)))

@@ -10,7 +10,8 @@ import click
 from mtplx.cli.options import settings_options
 from mtplx.cli.program import MANAGERS, Program, run_program
 from mtplx.errors import SettingsError
-from mtplx.settings import Settings
+from mtplx.logs import take_over
+from mtplx.settings import Settings, quiet_libraries
 
 
 def serve(settings: Settings, *, watch_stdin: bool = False) -> None:
@@ -20,11 +21,13 @@ def serve(settings: Settings, *, watch_stdin: bool = False) -> None:
         ModelFilesError: the model is missing or incomplete.
         WorkerRefusedError: the broker will not take this worker.
     """
+    quiet_libraries()
     try:
         # MLX starts its device on import: a wrong setting must be told before that.
         from worker.runtime import start  # noqa: PLC0415
     except ImportError as error:
         raise SettingsError(f"The worker needs the extra: pip install 'mtplx-line[worker]' ({error}).") from error
+    take_over("transformers", "huggingface_hub")
     worker = start(settings, watch_stdin=watch_stdin)
     try:
         worker.serve()

@@ -211,10 +211,11 @@ def test_a_good_end_clears_the_last_error(mac: Home) -> None:
     assert last_error.read(mac.logs, "mtplx-broker") is None
 
 
-def test_the_real_worker_runs_in_an_empty_environment(tmp_path: Path) -> None:
+def test_the_real_worker_runs_in_an_empty_environment_and_its_libraries_are_quiet(tmp_path: Path) -> None:
     with home(model=make_llama(tmp_path, Kind(context=128))) as place, Launchd() as launchd:
         agents = [launchd.bootstrap(place.worker()), launchd.bootstrap(place.broker())]
         with place.client() as client:
             assert client.submit("fox", max_tokens=3).result(timeout=60).usage["completion_tokens"] == 3
+        assert [file.read_text() for file in place.logs.glob("*.err")] == ["", ""]
     assert [turn.code for agent in agents for turn in agent.turns] == [0, 0]
     assert not any(agent.killed for agent in agents)

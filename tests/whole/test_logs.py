@@ -126,6 +126,16 @@ def test_libraries_below_are_heard_only_when_something_is_wrong(tmp_path, log):
     assert [line.split(" ", 1)[1] for line in lines] == ["warning tokenizers old file", "info mtplx.test ours"]
 
 
+def test_a_library_with_a_handler_of_its_own_speaks_through_our_log(tmp_path, log, capsys):
+    library = logging.getLogger("a.library")
+    library.addHandler(logging.StreamHandler())
+    library.propagate = False
+    logs.take_over("a.library")
+    (line,) = lines_of(tmp_path / "logs", "text", log, lambda _: library.warning("old\nfile"))
+    assert line.endswith("warning a.library old\\nfile")
+    assert capsys.readouterr().err == ""
+
+
 def test_files_are_bounded_private_and_written_on_after_each_turn(tmp_path, log, monkeypatch):
     monkeypatch.setattr(logs, "FILE_BYTES", 2000)
     before = os.umask(0)
