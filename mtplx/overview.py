@@ -223,7 +223,7 @@ def _widths(health: Found) -> list[Found]:
 def _worker(health: Found) -> list[list[str]]:
     worker, broker, journal = (_map(health, name) for name in ("worker", "broker", "journal"))
     info, hyper = _map(worker, "info"), _map(_map(health, "scheduler"), "hyper")
-    versions = {"mtplx": broker.get("version"), **_map(info, "versions")}
+    versions = {**_map(info, "versions"), "mtplx": broker.get("version")}
     mode = _map(health, "scheduler").get("mode", "")
     rows = [
         ("state", _state(worker)),

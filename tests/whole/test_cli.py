@@ -342,7 +342,7 @@ def test_the_spans_of_a_trace_file_become_trees(tmp_path: Path) -> None:
     ]
     path = tmp_path / "spans.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (root,) = read_spans(path)
+    (root,) = read_spans(path).roots
     assert root.name == "process q"
     assert root.attributes == {"mtplx.admit_seq": 4}
     assert sorted(child.name for child in root.children) == ["chat m", "queue q"]
