@@ -27,6 +27,7 @@ def main() -> None:
         browser.open(url)
         for name, reach in STATES.items():
             browser.until(reach(service), "#headline")
+            browser.until("job 2, ended" if name == "idle" else "E_EXPIRED")
             for scheme in ("light", "dark"):
                 browser.screen(*SIZE, scheme)
                 browser.picture(folder / f"page-{name}{'' if scheme == 'light' else '-dark'}.png")
