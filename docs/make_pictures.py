@@ -28,9 +28,10 @@ def main() -> None:
         for name, reach in STATES.items():
             browser.until(reach(service), "#headline")
             browser.until("job 2, ended" if name == "idle" else "E_EXPIRED")
-            for scheme in ("light", "dark"):
+            for scheme in ("light", "dark") if name == "running" else ("light",):
                 browser.screen(*SIZE, scheme)
                 browser.picture(folder / f"page-{name}{'' if scheme == 'light' else '-dark'}.png")
+            browser.screen(*SIZE)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def _headline(health: Found) -> tuple[str, str, str]:
         return "wrong", what, f"{service.get('why', '')}{then}{_what_to_do(health)}".strip()
     if running:
         after = f"{waiting} behind it" if line.get("depth") else "Nobody waits behind it"
-        return "busy", f"Running job {running['admit_seq']}", f"{after}."
+        return "busy", f"Running job {running.get('admit_seq', '')}".strip(), f"{after}."
     if line.get("depth"):
         return "busy", "Starting", f"{waiting} in the line."
     return "idle", "Idle", "Nobody waits. A job that comes now runs at once."
@@ -111,7 +111,7 @@ def _jobs(count: int) -> str:
 def _figures(health: Found) -> list[Found]:
     line, running, last = _map(health, "line"), _map(health, "running"), _map(_map(health, "recent"), "last_job")
     told = running.get("tokens_per_s") if running else last.get("tokens_per_s")
-    whose = f"job {last['admit_seq']}, ended {of_day(last['at'])}" if last else "no job yet"
+    whose = f"job {last.get('admit_seq')}, ended {of_day(last.get('at', 0.0))}" if last else "no job yet"
     waits = [one.get("waited_s") for one in _first(health)]
     failed = line.get("failed_total", 0)
     return [
@@ -124,7 +124,7 @@ def _figures(health: Found) -> list[Found]:
         {"label": "waiting", "value": str(line.get("depth", 0)), "note": _room(line), "wrong": False},
         {
             "label": "longest wait now",
-            "value": seconds(max((one for one in waits if one is not None), default=None)),
+            "value": seconds(max((one for one in waits if one is not None), default=None)) if waits else "none",
             "note": "since it was admitted" if waits else "nobody waits",
             "wrong": False,
         },
@@ -138,7 +138,7 @@ def _figures(health: Found) -> list[Found]:
 
 
 def _room(line: Found) -> str:
-    if "limit_jobs" not in line:
+    if "limit_jobs" not in line or "limit_bytes" not in line:
         return ""
     return f"{size(line.get('bytes', 0))}; room for {line['limit_jobs']} jobs, {size(line['limit_bytes'])}"
 
@@ -151,7 +151,7 @@ def _running(health: Found) -> Found | None:
     unit = "prompt tokens read" if running.get("phase") == "prefill" else "tokens drawn"
     notes = [] if running.get("attempt", 1) == 1 else [f"attempt {running['attempt']}"]
     return {
-        "name": f"Job {running['admit_seq']}",
+        "name": f"Job {running.get('admit_seq')}",
         "phase": running.get("phase", ""),
         "progress": f"{done} of at most {total} {unit}" if total else f"{done} {unit}",
         "share": min(1.0, done / total) if total else None,
@@ -166,7 +166,7 @@ def _waiting(place: int, one: Found) -> Found:
     notes += [f"{one['attempts']} attempts"] if one.get("attempts", 0) > 1 else []
     return {
         "place": str(place),
-        "name": f"Job {one['admit_seq']}",
+        "name": f"Job {one.get('admit_seq')}",
         "waited": seconds(one.get("waited_s")),
         "size": size(one.get("bytes", 0)),
         "note": ", ".join(notes) or ("next" if place == 1 else ""),
@@ -231,10 +231,15 @@ def _worker(health: Found) -> list[list[str]]:
         ("device", " ".join(str(info[name]) for name in ("device", "dtype") if info.get(name))),
         ("scheduler", f"{mode} ({hyper['stage']})" if hyper.get("stage") else mode),
         ("context", f"{worker['context']} tokens" if "context" in worker else ""),
-        ("journal", f"{journal.get('state', '')} {size(journal['bytes']) if 'bytes' in journal else ''}".strip()),
+        ("journal", _journal(journal)),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)),
     ]
     return [[name, str(value)] for name, value in rows if value]
+
+
+def _journal(journal: Found) -> str:
+    told = [str(journal.get("state", "")), size(journal["bytes"]) if "bytes" in journal else ""]
+    return ", ".join(one for one in told if one)
 
 
 def _state(worker: Found) -> str:

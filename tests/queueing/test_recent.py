@@ -139,4 +139,28 @@ def test_the_overview_of_every_state_is_plain_and_says_what_goes_on(mode):
     assert (shown["headline"], shown["sentence"]) == ("Running job 0", "11 jobs behind it.")
     assert (len(shown["line"]), shown["line_more"]) == (8, 3)
     assert json.loads(json.dumps(shown)) == shown
+
+
+def without_one(found):
+    """*found* without one of its keys, or of theirs, each in turn."""
+    for key, value in found.items():
+        yield {name: other for name, other in found.items() if name != key}
+        if isinstance(value, dict):
+            yield from ({**found, key: less} for less in without_one(value))
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            yield from ({**found, key: [less, *value[1:]]} for less in without_one(value[0]))
+
+
+def test_the_overview_of_an_older_or_newer_brokers_health_is_still_one():
+    rig = started()
+    rig.submit(9)
+    rig.chunk(1, 2)
+    rig.final(speculation={"widths": {"4": 2}, "accepted_by_depth": [1]})
+    rig.submit(10)
+    rig.fail("E_NUMERIC")
+    for number in range(1, 4):
+        rig.submit(number)
+    tried = [overview(less) for less in without_one(rig.status())]
+    assert len(tried) > 100
+    assert all(one["headline"] and one["figures"] for one in tried)
     assert overview({})["tone"] == "wrong"
