@@ -101,7 +101,7 @@ def _headline(health: Found) -> tuple[str, str, str]:
 def _what_to_do(health: Found) -> str:
     if _map(health, "broker").get("draining") or _map(health, "worker").get("state") != "absent":
         return ""
-    return " Start one with mtplx serve or mtplx-worker; mtplx doctor looks for the cause."
+    return " Start a worker: mtplx serve or mtplx-worker; mtplx doctor looks for the cause."
 
 
 def _jobs(count: int) -> str:
