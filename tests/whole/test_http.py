@@ -6,6 +6,9 @@ import json
 import re
 import signal
 import socket
+import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +22,7 @@ from whole.harness import Service, service
 
 from broker import http, http_request
 from broker.record import Now
+from mtplx import messages as m
 from mtplx.errors import LockedError, SettingsError
 from mtplx.http_place import HttpPlace, http_place
 from mtplx.settings import Settings
@@ -413,3 +417,47 @@ def test_a_flood_of_http_clients_holds_up_no_job(broker) -> None:
             stop.set()
             for thread in threads:
                 thread.join(LIMIT_S)
+
+
+FLOOD = """
+import socket, sys, threading
+port, held = int(sys.argv[1]), []
+def flood(slow):
+    while True:
+        try:
+            one = socket.create_connection(("127.0.0.1", port), 5)
+            one.sendall(b"GET /state HTTP/1.1\\r\\nHost: localhost\\r\\n" + (b"X: y" if slow else b"\\r\\n"))
+            held.append(one) if slow else one.recv(65536)
+            while len(held) > 200:
+                held.pop(0).close()
+        except OSError:
+            pass
+for number in range(8):
+    threading.Thread(target=flood, args=(number % 2,), daemon=True).start()
+sys.stdin.read()
+"""
+
+
+def pings(producer: Any, count: int = 200) -> float:
+    """The median round trip of PING through the loop, in seconds."""
+    took = []
+    for number in range(count):
+        began = time.perf_counter()
+        producer.ask(m.Ping(number), m.Pong)
+        took.append(time.perf_counter() - began)
+    return statistics.median(took)
+
+
+@pytest.mark.prove
+def test_the_loop_answers_as_fast_under_a_flood_of_http_clients() -> None:
+    quiet, flooded = [], []
+    with service("--http", "127.0.0.1:0") as running, running.producer() as producer:
+        port = urlsplit(producer.health()["broker"]["http"]).port
+        for _ in range(6):
+            quiet.append(pings(producer))
+            with subprocess.Popen([sys.executable, "-c", FLOOD, str(port)], stdin=subprocess.PIPE) as flood:
+                time.sleep(0.5)
+                flooded.append(pings(producer))
+                flood.kill()
+    # The flood itself takes a part of the machine.
+    assert statistics.median(flooded) <= 3 * statistics.median(quiet), (quiet, flooded)
