@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import click
 
+from broker import http
 from broker.back import Identity
 from broker.guard import check_keys
 from broker.journal_file import open_journal
@@ -56,7 +57,8 @@ def serve(settings: Settings, *, watch_stdin: bool = False) -> None:
         loop = Loop(settings, machine, tracer, watch_stdin=watch_stdin)
         try:
             loop.bind()
-            loop.run()
+            with http.serving(settings, machine) as window:
+                loop.run(window)
         finally:
             loop.close()
 

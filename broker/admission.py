@@ -14,9 +14,10 @@ from math import ceil
 from typing import Any, Final
 
 from broker.moves import Move, Phase
+from broker.recent import Recent
 from broker.record import Now, Record
 from broker.words import POISON, clocked
-from mtplx.errors import BusyError
+from mtplx.errors import CODES, BusyError
 from mtplx.job import Job
 from mtplx.logs import of_job
 from mtplx.messages import Done
@@ -63,6 +64,7 @@ class Gate:
         self.run_s: deque[float] = deque(maxlen=WINDOW)
         self.widths: Counter[str] = Counter()
         self.rows = Counter[str]()
+        self.recent = Recent()
         self.keep_moments = keep_moments
         self._moments: list[Moment] = []
 
@@ -156,6 +158,7 @@ class Gate:
         self.slot = record
         if record.first_run == record.run.started:
             self.queue_wait_s.append(now.mono - record.admitted.mono)
+            self.recent.began(now.mono - record.admitted.mono, now)
         self.note("dispatched", record.key, now, model=model, attempt=attempt)
 
     def end(self, record: Record, now: Now, outcome: str, attributes: dict[str, Any]) -> None:
@@ -173,6 +176,7 @@ class Gate:
             self.abandoned_before_start_total += 1
         else:
             self.failed_total += 1
+        self.recent.ended(record, now)
         self.note("ended", record.key, now, outcome=outcome, **attributes)
 
     def _leave_slot(self, record: Record, now: Now) -> None:
@@ -201,6 +205,7 @@ class Gate:
     def refused(self, job_id: bytes, now: Now, code: str, headers: dict[str, str] | None) -> None:
         """Count a refusal."""
         self.refused_total += 1
+        self.recent.fault("refusal", code, CODES[code].meaning, now)
         self.note("refused", ("", job_id), now, code=code, headers=headers)
 
     def note(self, what: str, job: Key, now: Now, **attributes: Any) -> None:

@@ -117,6 +117,8 @@ class Back:
         self.lost_process = ""
         self.last_loss, self.lost_pid, self.worker = reason, self.worker.ready.pid, None
         self._jobs.counters[f"worker_{reason}"] += 1
+        if reason != "left":
+            self._jobs.gate.recent.fault("worker", reason, f"{LOSSES[reason].capitalize()}.", now)
         record = self._jobs.gate.slot
         if record is not None:
             self._attempt_ended(record, reason, now)

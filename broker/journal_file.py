@@ -24,6 +24,8 @@ from mtplx.paths import private_folder
 # Frames of the log (a page each) after which they are moved into the file, and bytes it may keep beyond them.
 CHECKPOINT_FRAMES: Final = 1000
 LOG_BYTES: Final = 16 * 1024**2
+# Frames that the log has room for from the start; when it is moved is an estimate.
+ROOM_FRAMES: Final = CHECKPOINT_FRAMES * 5 // 4
 _PAGE_CACHE_KIB: Final = 8192
 # For an estimate of the frames: a turn that writes a token touches the page of pieces, one with jobs some more.
 _FRAMES_A_COMMIT: Final = 2
@@ -81,6 +83,7 @@ class JournalFile:
                     raise self._broken(f"its file system takes no log: {mode.decode()}")
                 self._db.execute(f"PRAGMA journal_size_limit={LOG_BYTES}").close()
                 self._db.execute(f"PRAGMA cache_size=-{_PAGE_CACHE_KIB}").close()
+                journal_open.grow_log(self._db, ROOM_FRAMES)
                 self._meta = journal_open.read_meta(self._db)
             except (OSError, sqlite3.Error) as error:
                 raise self._broken(error) from error

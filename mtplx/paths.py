@@ -83,11 +83,17 @@ def private_folder(path: Path, flag: str = "--run-dir") -> Path:
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.lstat()
+        check_private(path, flag)
     except OSError as error:
         raise SettingsError(
             f"The folder {path} cannot be made ({error.strerror or error}); choose another {flag}."
         ) from error
+    return path
+
+
+def check_private(path: Path, flag: str) -> None:
+    """Refuse an existing folder that is not this user's alone; raises SettingsError, and OSError."""
+    found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise SettingsError(f"{path} must be a folder of your own; choose another {flag}.")
     if stat.S_IMODE(found.st_mode) & 0o077:
@@ -95,4 +101,3 @@ def private_folder(path: Path, flag: str = "--run-dir") -> Path:
         ours = f", or run: chmod 700 {path}" if path.is_relative_to(home()) else ""
         own = f"{flag} ~/.mtplx/{flag.removeprefix('--').removesuffix('-dir')}"
         raise SettingsError(f"{path} is open to others; choose a folder of your own, for instance {own}{ours}.")
-    return path

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from mtplx import paths
 from mtplx.errors import SettingsError
+from mtplx.http_place import HttpPlace, http_place
 from mtplx.sizes import parse_size
 
 PREFIX: Final = "MTPLX_"
@@ -97,6 +98,10 @@ class Settings:
     kv_memory: str = _setting("auto", "Memory for keys and values: auto, or a size such as 512MB, 4GB or 1.5GiB.")
     trace_file: Path | None = _setting(None, "Write spans to this file, one JSON object a line.")
     otlp_endpoint: str = _setting("", "Send spans to this OTLP/HTTP collector, as OTEL_EXPORTER_OTLP_ENDPOINT.")
+    http: str = _setting(
+        "", "Health, metrics and a page on this HOST:PORT; auto: 127.0.0.1:8000 or a free port, as `serve`; off."
+    )
+    http_remote: bool = _setting(default=False, text="Let other machines reach --http, unencrypted.")
     reference: bool = _setting(default=False, text="Decode by mlx-lm's own loop, to compare with.")
     log_level: str = _setting("warning", "debug, info, warning or error.")
     log_format: str = _setting("text", "Log lines as text or json.")
@@ -143,6 +148,7 @@ class Settings:
                 f"--kv-memory {self.kv_memory!r} is wrong: "
                 "it must be auto, or a size such as 512MB, 4GB or 1.5GiB."
             ) from None
+        _ = self.http_place
         if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise SettingsError(
                 f"--otlp-endpoint {self.otlp_endpoint!r} is no collector's address; write http://127.0.0.1:4318."
@@ -203,6 +209,11 @@ class Settings:
             return self.state_dir
         # A service with a run folder of its own has a journal of its own.
         return paths.default_state() if self.run_dir == paths.default_run() else self.run_dir / "state"
+
+    @property
+    def http_place(self) -> HttpPlace | None:
+        """Where the HTTP port is to be; None where there is to be none."""
+        return http_place(self.http, remote=self.http_remote)
 
     @property
     def kv_bytes(self) -> int | None:

@@ -30,13 +30,22 @@ class Home:
         self.run = path / ".mtplx" / "run"
         for folder in (self.run, self.logs):
             folder.mkdir(mode=0o700, parents=True)
-        self.given = {"beat_s": 0.2, "dead_s": 1.0, "stall_s": 5.0, "drain_s": 1.0, "orphan_s": 60.0, **given}
+        # A port would be one for all tests that run side by side.
+        self.given = {
+            "http": "off",
+            "beat_s": 0.2,
+            "dead_s": 1.0,
+            "stall_s": 5.0,
+            "drain_s": 1.0,
+            "orphan_s": 60.0,
+            **given,
+        }
         self.front, self.back = f"ipc://{self.run}/front.sock", f"ipc://{self.run}/back.sock"
 
     def unit(self, name: str) -> Unit:
         """The service file's contents, with this checkout's code."""
         variables = {f"MTPLX_{key.upper()}": str(value) for key, value in self.given.items()}
-        settings = Settings(run_dir=self.run, drain_s=self.given["drain_s"])
+        settings = Settings(run_dir=self.run, drain_s=self.given["drain_s"], http=self.given["http"])
         variables["PYTHONPATH"] = str(ROOT)
         return unit_of(name, settings, variables, home=self.path, logs=self.logs, python=sys.executable)
 

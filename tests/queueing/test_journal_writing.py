@@ -216,6 +216,7 @@ def churn(journal, jobs: int, tokens: int, keep: int) -> None:
 
 def test_the_file_and_its_log_stay_as_large_as_what_is_kept(folder, monkeypatch):
     monkeypatch.setattr(journal_file, "CHECKPOINT_FRAMES", 200)
+    monkeypatch.setattr(journal_file, "ROOM_FRAMES", 200)
     sizes = []
     with closing(open_journal(folder, "os")) as journal:
         for start in (0, 100, 400):
@@ -228,6 +229,26 @@ def test_the_file_and_its_log_stay_as_large_as_what_is_kept(folder, monkeypatch)
     assert sizes[2][0] <= sizes[0][0] * 1.1
     assert sizes[2][1] <= 2 * 200 * 4120 + 100_000
     assert sizes[2][0] < 400_000
+
+
+def test_no_flush_has_to_make_the_log_longer(folder):
+    log = folder / "journal.db-wal"
+    with closing(open_journal(folder, "full")) as journal:
+        begun = log.stat().st_size
+        for seq in range(700):
+            journal.admitted(record(seq))
+            journal.commit()
+        assert log.stat().st_size == begun > 1200 * 4096
+
+
+def test_a_disk_without_room_for_a_long_log_has_a_short_one(folder, monkeypatch):
+    with closing(open_journal(folder, "full")):
+        pass
+    monkeypatch.setattr(journal_file, "ROOM_FRAMES", 2**20)
+    with closing(open_journal(folder, "full")) as journal:
+        journal.admitted(record(0))
+        journal.commit()
+    assert numbers(folder) == [0]
 
 
 def test_after_a_very_large_turn_the_log_is_cut(folder, monkeypatch):
