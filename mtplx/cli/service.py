@@ -159,7 +159,8 @@ def status(context: click.Context, /, programs: tuple[str, ...], manager: str | 
         installed = chosen.file(unit) if chosen.file(unit).exists() else "not installed"
         click.echo(f"{name}: {words}\n  file  {installed}\n  log   {logs}/mtplx-{name}.log")
         last = last_error.read(logs, f"mtplx-{name}")
-        if last is not None:
+        # One that runs has got over it.
+        if last is not None and not runs:
             click.echo(f"  last  {last}")
     context.exit(0 if well else 1)
 

@@ -134,6 +134,8 @@ def test_status_tells_why_a_service_is_down_though_its_settings_are_wrong(home: 
     done("service", "install", f"--{manager}")
     (home / ".mtplx" / "config.toml").write_text("drain = 1\n")
     last_error.note(paths.default_logs(), "mtplx-broker", Exit.SETTINGS, "Unknown setting drain")
+    assert "Unknown setting" not in mtplx("service", "status", f"--{manager}").output, "it runs"
+    done("service", "stop", f"--{manager}", "broker")
     told = mtplx("service", "status", f"--{manager}").output
     assert "exit code 2 (a setting or an argument is wrong): Unknown setting drain" in told
     assert "mtplx-worker.log" in told
