@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import click
 
+from broker import http
 from broker.back import Identity
 from broker.guard import check_keys
 from broker.journal_file import open_journal
@@ -20,7 +21,7 @@ from broker.loop import Loop, Tracer, now
 from broker.machine import Machine
 from mtplx import __version__
 from mtplx.cli.options import settings_options
-from mtplx.cli.program import run_program
+from mtplx.cli.program import MANAGERS, Program, run_program
 from mtplx.errors import SettingsError
 from mtplx.settings import Settings
 
@@ -56,7 +57,8 @@ def serve(settings: Settings, *, watch_stdin: bool = False) -> None:
         loop = Loop(settings, machine, tracer, watch_stdin=watch_stdin)
         try:
             loop.bind()
-            loop.run()
+            with http.serving(settings, machine) as window:
+                loop.run(window)
         finally:
             loop.close()
 
@@ -84,12 +86,15 @@ def _tracer(settings: Settings, identity: Identity) -> Tracer | None:
     return tracing.SpanTracer(exporters, version=identity.version, boot_id=identity.boot_id)
 
 
-@click.command()
+@click.command("mtplx-broker", cls=Program)
 @click.option("--exit-with-stdin", is_flag=True, hidden=True, help="Stop when stdin ends.")
+@click.option(
+    "--service", type=click.Choice(MANAGERS), help="Which service manager starts this, in a service file."
+)
 @settings_options
-def main(exit_with_stdin: bool, **flags: Any) -> None:
+def main(exit_with_stdin: bool, service: str | None, **flags: Any) -> None:
     """The mtplx broker: one line, one slot, one worker."""
-    run_program("mtplx-broker", partial(serve, watch_stdin=exit_with_stdin), flags)
+    run_program("mtplx-broker", partial(serve, watch_stdin=exit_with_stdin), flags, service=service)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ else in mtplx does.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,15 +14,21 @@ from math import ceil
 from typing import Any, Final
 
 from broker.moves import Move, Phase
+from broker.recent import Recent
 from broker.record import Now, Record
 from broker.words import POISON, clocked
-from mtplx.errors import BusyError
+from mtplx.errors import CODES, BusyError
 from mtplx.job import Job
+from mtplx.logs import of_job
 from mtplx.messages import Done
+
+log = logging.getLogger("mtplx.broker")
 
 # Waits and runs of the last jobs that health summarises.
 WINDOW: Final = 1000
 Key = tuple[str, bytes]
+# What a log line says of a moment.
+LOGGED: Final = ("attempt", "model", "outcome", "reason", "code", "tokens")
 DEFAULT_RETRY_MS: Final = 1000
 # Widths as the worker spells them; no forward has more rows.
 WIDTHS: Final = {str(width): width for width in range(1, 1025)}
@@ -57,6 +64,7 @@ class Gate:
         self.run_s: deque[float] = deque(maxlen=WINDOW)
         self.widths: Counter[str] = Counter()
         self.rows = Counter[str]()
+        self.recent = Recent()
         self.keep_moments = keep_moments
         self._moments: list[Moment] = []
 
@@ -96,6 +104,7 @@ class Gate:
         """Put *record* at the end of the line, and begin its spans if its *job* is given."""
         self.line[record.key] = record
         self.line_bytes += record.size
+        log.info("waiting as number %d, %d in line", record.admit_seq, len(self.line), extra=of_job(record.id))
         if job is not None and self.keep_moments:
             place = {"seq": record.admit_seq, "depth": len(self.line), "headers": record.headers}
             self.note("admitted", record.key, record.admitted, restored=record.restored, **place, **_request(job))
@@ -149,6 +158,7 @@ class Gate:
         self.slot = record
         if record.first_run == record.run.started:
             self.queue_wait_s.append(now.mono - record.admitted.mono)
+            self.recent.began(now.mono - record.admitted.mono, now)
         self.note("dispatched", record.key, now, model=model, attempt=attempt)
 
     def end(self, record: Record, now: Now, outcome: str, attributes: dict[str, Any]) -> None:
@@ -166,6 +176,7 @@ class Gate:
             self.abandoned_before_start_total += 1
         else:
             self.failed_total += 1
+        self.recent.ended(record, now)
         self.note("ended", record.key, now, outcome=outcome, **attributes)
 
     def _leave_slot(self, record: Record, now: Now) -> None:
@@ -194,10 +205,14 @@ class Gate:
     def refused(self, job_id: bytes, now: Now, code: str, headers: dict[str, str] | None) -> None:
         """Count a refusal."""
         self.refused_total += 1
+        self.recent.fault("refusal", code, CODES[code].meaning, now)
         self.note("refused", ("", job_id), now, code=code, headers=headers)
 
     def note(self, what: str, job: Key, now: Now, **attributes: Any) -> None:
-        """Keep a moment for the spans, if anybody wants spans."""
+        """Log a moment, and keep it for the spans, if anybody wants spans."""
+        if what != "admitted" and log.isEnabledFor(logging.INFO):
+            about = (f"{name}={attributes[name]}" for name in LOGGED if name in attributes)
+            log.info("%s", " ".join((what, *about)), extra=of_job(job[1]))
         if self.keep_moments:
             self._moments.append(Moment(what, job, now.wall_ns, attributes))
 

@@ -25,10 +25,12 @@ class Desk:
         self._timers = timers
         self._identity = identity
 
-    def report(self, now: Now, *, draining: bool) -> dict[str, Any]:
-        """The health report."""
+    def report(self, now: Now, *, draining: bool, http: str) -> dict[str, Any]:
+        """The health report. *http*: where the page is; empty where there is none."""
         found = health.report(self._jobs, self._back, self._identity, now, draining=draining)
-        return {**found, "journal": self._commits.state()}
+        found["broker"]["http"] = http
+        found["journal"] = self._commits.state()
+        return {"service": health.service(self._back, found), **found}
 
     def status(self, record: Record, *, whole: bool) -> m.StatusReply:
         """The state of *record*; with *whole* also what it asks and its answer."""

@@ -6,6 +6,7 @@ One turn: receive what is there, let the machine decide, send what it says, then
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import socket as sockets
@@ -21,6 +22,7 @@ from broker import endpoints, processes, words
 from broker.access import Peer, named_by_itself
 from broker.admission import Moment
 from broker.guard import Guard
+from broker.http import Window
 from broker.machine import Machine
 from broker.record import Now
 from mtplx import messages as m
@@ -106,6 +108,7 @@ class Loop:
         self._probe_at: float | None = None
         self._failed_turns = 0
         self._stop_signals = 0
+        self._window: Window | None = None
 
     def bind(self) -> None:
         """Take both endpoints; raises LockedError where another broker has them."""
@@ -117,8 +120,9 @@ class Loop:
             self._guard.secure(socket, side)
             endpoints.bind(socket, endpoint)
 
-    def run(self) -> None:
-        """Serve until SIGTERM or SIGINT, then drain; a second signal ends the drain."""
+    def run(self, window: Window | None = None) -> None:
+        """Serve, and show it in *window*, until SIGTERM or SIGINT; then drain, until a second signal."""
+        self._window = window
         self._watch_signals()
         poller = zmq.Poller()
         if self._watch_stdin:
@@ -201,15 +205,16 @@ class Loop:
                 back.lost_process = "left alone: it could not be looked at; the broker's log says more"
 
     def _trace(self) -> None:
-        if self._tracer is None:
-            return
         try:
-            self._tracer.record(self._machine.jobs.gate.take_moments())
-            for name, count in self._tracer.lost().items():
-                self._machine.jobs.counters[name] = count
+            if self._window is not None:
+                self._window.publish(self._machine.report, now())
+            if self._tracer is not None:
+                self._tracer.record(self._machine.jobs.gate.take_moments())
+                for name, count in self._tracer.lost().items():
+                    self._machine.jobs.counters[name] = count
         except Exception:
             # Telemetry can never hurt a job.
-            log.exception("spans could not be built")
+            log.exception("spans could not be built, or health not shown")
             self._machine.jobs.counters["trace_errors"] += 1
 
     def _receive(self, socket: zmq.Socket[bytes], handle: Callable[[bytes, list[bytes], Peer], None]) -> bool:
@@ -363,7 +368,8 @@ class Loop:
     # --- time and signals
 
     def _timeout_ms(self) -> int:
-        wakes = [self._machine.next_wake(), self._guard.next_look()]
+        shown = self._window.next() if self._window is not None else math.inf
+        wakes = [self._machine.next_wake(), self._guard.next_look(), shown]
         at = time.monotonic()
         if self._machine.back.outgoing:
             wakes.append(at + RETRY_S)

@@ -50,6 +50,8 @@ class Machine:
     ) -> None:
         self.settings = settings
         self.identity = identity
+        # Where a browser finds this broker, for health; empty where there is no HTTP port.
+        self.http = ""
         self.journal = NoJournal() if journal is None else journal
         self.jobs = Jobs(settings, self.journal, keep_moments=keep_moments)
         self.back = Back(self.jobs, identity)
@@ -310,6 +312,7 @@ class Machine:
         if now.mono >= self._next_beat:
             self._next_beat = now.mono + self.settings.beat_s
             self._beat()
+            self.jobs.gate.recent.sample(self.jobs.gate.slot, now)
             # Some may have been read to their end since.
             self.jobs.trim(now)
         if self.draining:
@@ -383,7 +386,7 @@ class Machine:
 
     def report(self, now: Now) -> dict[str, Any]:
         """The health report."""
-        return self._desk.report(now, draining=self.draining)
+        return self._desk.report(now, draining=self.draining, http=self.http)
 
     def _known(self, route: bytes, job_id: bytes, *, anyones: bool = False) -> Record | None:
         """The job that this peer calls *job_id*, or where *anyones* serves an operator finds; else it is told."""

@@ -312,7 +312,7 @@ class ScriptedWorker:
         reason = "cancelled" if cancelled else script.finish_reason
         reason = reason or ("length" if sent == job.max_tokens else "stop")
         spent = (first_at - begun, time.monotonic() - first_at)
-        self._send(final_of(run, job, answer.ids[:sent], reason, spent))
+        self._send(final_of(run, job, answer.ids[:sent], reason, spent=spent, script=script))
         self._note("final", run, sent)
 
     def _prefill(self, run: m.Run, script: Script, prompt: int) -> bool:

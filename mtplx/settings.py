@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from mtplx import paths
 from mtplx.errors import SettingsError
+from mtplx.http_place import HttpPlace, http_place
 from mtplx.sizes import parse_size
 
 PREFIX: Final = "MTPLX_"
@@ -24,6 +25,7 @@ DRAFTS: Final = ("auto", "ngram", "mtp", "none")
 PRESETS: Final = ("solo", "latency", "agent", "throughput")
 DURABILITIES: Final = ("full", "os", "none")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+LOG_FORMATS: Final = ("text", "json")
 # WELCOME tells limits, and milliseconds are a thousand times more; both must fit 64 bits.
 LOOPBACK: Final = ("127.0.0.1", "localhost", "[::1]")
 MAX_PORT: Final = 65_535
@@ -96,8 +98,16 @@ class Settings:
     kv_memory: str = _setting("auto", "Memory for keys and values: auto, or a size such as 512MB, 4GB or 1.5GiB.")
     trace_file: Path | None = _setting(None, "Write spans to this file, one JSON object a line.")
     otlp_endpoint: str = _setting("", "Send spans to this OTLP/HTTP collector, as OTEL_EXPORTER_OTLP_ENDPOINT.")
+    http: str = _setting(
+        "", "Health, metrics and a page on this HOST:PORT; auto: 127.0.0.1:8000 or a free port, as `serve`; off."
+    )
+    http_remote: bool = _setting(default=False, text="Let other machines reach --http, unencrypted.")
     reference: bool = _setting(default=False, text="Decode by mlx-lm's own loop, to compare with.")
     log_level: str = _setting("warning", "debug, info, warning or error.")
+    log_format: str = _setting("text", "Log lines as text or json.")
+    log_dir: Path | None = _setting(
+        None, "Folder of log files of bounded size, mode 0700; without it the log goes to stderr."
+    )
 
     def __post_init__(self) -> None:
         """Check every value; the automatic ones were filled in by `load`."""
@@ -105,6 +115,7 @@ class Settings:
         _one_of("batching_preset", self.batching_preset, PRESETS)
         _one_of("durability", self.durability, DURABILITIES)
         _one_of("log_level", self.log_level, LOG_LEVELS)
+        _one_of("log_format", self.log_format, LOG_FORMATS)
         self._check_values()
         if self.dead_s < 2 * self.beat_s:
             raise SettingsError(f"--dead-s ({self.dead_s}) must be at least twice --beat-s ({self.beat_s}).")
@@ -137,6 +148,7 @@ class Settings:
                 f"--kv-memory {self.kv_memory!r} is wrong: "
                 "it must be auto, or a size such as 512MB, 4GB or 1.5GiB."
             ) from None
+        _ = self.http_place
         if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise SettingsError(
                 f"--otlp-endpoint {self.otlp_endpoint!r} is no collector's address; write http://127.0.0.1:4318."
@@ -199,6 +211,11 @@ class Settings:
         return paths.default_state() if self.run_dir == paths.default_run() else self.run_dir / "state"
 
     @property
+    def http_place(self) -> HttpPlace | None:
+        """Where the HTTP port is to be; None where there is to be none."""
+        return http_place(self.http, remote=self.http_remote)
+
+    @property
     def kv_bytes(self) -> int | None:
         """Bytes for keys and values; None if the worker is to choose."""
         return None if self.kv_memory == "auto" else parse_size(self.kv_memory)
@@ -243,6 +260,16 @@ _FIELDS: Final = {item.name: item for item in fields(Settings)}
 def flag(name: str) -> str:
     """The command-line spelling of a setting."""
     return "--" + name.replace("_", "-")
+
+
+def variables() -> dict[str, str]:
+    """The variables in force that are meant for mtplx or for the OpenTelemetry SDK."""
+    return {key: value for key, value in os.environ.items() if key.startswith((PREFIX, "OTEL_"))}
+
+
+def quiet_libraries() -> None:
+    """Keep transformers, before it is imported, from advice on libraries that nothing here uses."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 def kernel_folder(folder: Path) -> Path:

@@ -25,6 +25,9 @@ def health(context: click.Context, /, as_json: bool, **flags: Any) -> None:
     if as_json:
         click.echo(json.dumps(report, indent=2))
     else:
+        # Lists of what goes on are drawn by `mtplx top`.
+        report.pop("recent", None)
+        report.get("line", {}).pop("first", None)
         print_map(report)
 
 
