@@ -56,15 +56,15 @@ def of_the_broker(settings: Settings) -> Iterator[Finding]:
 
 def _hung(settings: Settings) -> str:
     """Who to look at, where the lock beside the socket tells it."""
+    if settings.server_key or settings.key or settings.encrypted("front"):
+        return "If it is the key, who runs the broker allows it; if the broker hangs, its log may say why."
     lock = Path(f"{settings.endpoint('front').removeprefix('ipc://')}.lock")
     try:
         pid = lock.read_text().strip()
     except (OSError, ValueError):
         pid = ""
     who = f"process {pid}" if pid.isdigit() else "the broker"
-    return (
-        f"If {who} hangs or is stopped (Ctrl-Z), its log may say why; end it and start it again: no job is lost."
-    )
+    return f"If {who} hangs or is stopped (Ctrl-Z), its log may say why; end it and start it again."
 
 
 def judged(health: dict[str, Any], settings: Settings) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from tools import need_library
 from whole.fake_broker import FakeBroker
 from whole.harness import service
+from whole.keyed import keyed
 
 from mtplx import __version__
 from mtplx.cli import checkup, checkup_broker, doctor
@@ -267,3 +268,15 @@ def test_the_real_model_check_names_what_is_missing_and_what_is_cut_short(tmp_pa
         done = doctor.run(doctor.MODEL, Settings(model=wanted, run_dir=run_dir))
         assert done is not None
         assert (done[0], words in done[2]) == (3, True), done
+
+
+def test_a_key_that_is_not_allowed_is_told_by_what_the_broker_answers() -> None:
+    with keyed() as running:
+        pair = running.key("friend")
+        running.producer(pair).socket.close()
+        running.key("stranger", role=None)
+        for key, state in (("friend", State.WELL), ("stranger", State.WRONG)):
+            one = next(checkup_broker.of_the_broker(running.settings(key)))
+            assert (one.about, one.state) == ("broker", state), one
+        assert "does not allow this key" in one.sentence
+        assert "allows it" in one.advice
