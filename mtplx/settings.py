@@ -96,6 +96,11 @@ class Settings:
     kv_memory: str = _setting("auto", "Memory for keys and values: auto, or a size such as 512MB, 4GB or 1.5GiB.")
     trace_file: Path | None = _setting(None, "Write spans to this file, one JSON object a line.")
     otlp_endpoint: str = _setting("", "Send spans to this OTLP/HTTP collector, as OTEL_EXPORTER_OTLP_ENDPOINT.")
+    trace_prompts: bool = _setting(default=False, text="Put prompts and answers into spans as well.")
+    trace_link_only: bool = _setting(
+        default=False,
+        text="Begin a trace for each job and link it to its producer's, in place of joining that one.",
+    )
     reference: bool = _setting(default=False, text="Decode by mlx-lm's own loop, to compare with.")
     log_level: str = _setting("warning", "debug, info, warning or error.")
 
@@ -177,7 +182,7 @@ class Settings:
         given.update(_from_environment(environ))
         given.update({name: _parsed(flag(name), name, value) for name, value in (flags or {}).items()})
         if not given.get("otlp_endpoint"):
-            given["otlp_endpoint"] = environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
+            given["otlp_endpoint"] = environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "").strip()
         given.setdefault("cache_dir", _default_cache(environ))
         return cls(**given)
 
@@ -243,6 +248,11 @@ _FIELDS: Final = {item.name: item for item in fields(Settings)}
 def flag(name: str) -> str:
     """The command-line spelling of a setting."""
     return "--" + name.replace("_", "-")
+
+
+def otel_variables() -> dict[str, str]:
+    """The standard variables of OpenTelemetry, `OTEL_*`, that are set to something."""
+    return {key: value for key, value in os.environ.items() if key.startswith("OTEL_") and value.strip()}
 
 
 def kernel_folder(folder: Path) -> Path:

@@ -7,7 +7,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from queueing.rig import WORKER, Rig, job_id
 
-from broker import tracing
+from broker.export import BATCH, CountingProcessor
 from broker.tracing import SpanTracer
 
 
@@ -17,7 +17,7 @@ class Traced(Rig):
     def __init__(self, **given) -> None:
         super().__init__(keep_moments=True, **given)
         self.memory = InMemorySpanExporter()
-        self.tracer = SpanTracer([self.memory], version="1", boot_id=b"B" * 16)
+        self.tracer = SpanTracer([CountingProcessor(self.memory)], version="1", boot_id=b"B" * 16)
 
     def spans(self) -> dict[str, list]:
         """What was exported, by the first word of the name."""
@@ -124,16 +124,15 @@ class Stuck(SpanExporter):
 
 
 @pytest.mark.parametrize("result", list(SpanExportResult))
-def test_each_span_is_exported_or_counted_as_dropped_or_failed(monkeypatch, result):
-    monkeypatch.setattr(tracing, "MAX_WAITING", 100)
+def test_each_span_is_exported_or_counted_as_dropped_or_failed(result):
     rig, stuck = Rig(keep_moments=True), Stuck(result)
-    tracer = SpanTracer([stuck], version="1", boot_id=b"B" * 16)
+    tracer = SpanTracer([CountingProcessor(stuck, 100)], version="1", boot_id=b"B" * 16)
     rig.ready()
     for number in range(1, 201):
         rig.submit(number)
         rig.final()
         tracer.record(rig.gate.take_moments())
-    assert tracer.lost()["spans_dropped"] >= 600 - 100 - tracing.BATCH
+    assert tracer.lost()["spans_dropped"] >= 600 - 100 - BATCH
     stuck.go.set()
     tracer.close()
     lost = tracer.lost()
