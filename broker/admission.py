@@ -23,6 +23,9 @@ from mtplx.messages import Done
 WINDOW: Final = 1000
 Key = tuple[str, bytes]
 DEFAULT_RETRY_MS: Final = 1000
+# Characters of a prompt or an answer that are kept for spans, which wait in memory.
+PROMPT_CHARS: Final = 16_384
+PROMPTS: Final = 64
 # Widths as the worker spells them; no forward has more rows.
 WIDTHS: Final = {str(width): width for width in range(1, 1025)}
 
@@ -177,7 +180,7 @@ class Gate:
         if self.keep_moments:
             took: dict[str, Any] = {"took_s": now.mono - record.admitted.mono}
             if self.keep_prompts and record.answer is not None:
-                took["text"] = record.answer.text()
+                took["text"] = record.answer.text()[:PROMPT_CHARS]
             self.note("ended", record.key, now, outcome=outcome, **attributes, **took)
 
     def _leave_slot(self, record: Record, now: Now) -> None:
@@ -266,8 +269,8 @@ class Gate:
 def _messages(job: Job) -> list[dict[str, str]]:
     """What was asked, as role and content; token ids as their number."""
     if job.messages is not None:
-        return [{"role": one["role"], "content": one["content"]} for one in job.messages]
-    text = job.prompt if job.prompt is not None else f"({len(job.token_ids or ())} token ids)"
+        return [{"role": one["role"], "content": one["content"][:PROMPT_CHARS]} for one in job.messages[-PROMPTS:]]
+    text = job.prompt[:PROMPT_CHARS] if job.prompt is not None else f"({len(job.token_ids or ())} token ids)"
     return [{"role": "user", "content": text}]
 
 

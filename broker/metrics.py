@@ -46,7 +46,7 @@ class PushExporter(OTLPMetricExporter):
 
     def __init__(self, endpoint: str, timeout_s: float) -> None:
         super().__init__(endpoint=endpoint, timeout=timeout_s)
-        self._complaint = Complaint("rounds of metrics could not be exported")
+        self._complaint = Complaint("exports of metrics failed")
 
     def export(
         self, metrics_data: MetricsData, timeout_millis: float | None = 10_000, **more: Any

@@ -1,8 +1,13 @@
-"""Spans and metrics as the broker has them: both, one, or neither, with or without the extra `otlp`."""
+"""Spans and metrics as the broker has them: both, one, or neither, with or without the extra `otlp`.
+
+Building three spans takes as long as dispatching a job. So moments wait here until the loop has nothing else to do,
+and are taken a few at a time; they carry their own times, and lose nothing by waiting.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -14,6 +19,11 @@ from mtplx.settings import Settings, otel_variables
 
 log = logging.getLogger("mtplx.broker")
 
+# Having nothing to do for so long, the loop builds: a job that follows an answer at once comes sooner.
+QUIET_S: Final = 0.002
+# Moments built before the loop looks for messages again, and those that may wait.
+SLICE: Final = 4
+MAX_MOMENTS: Final = 1000
 EXTRA: Final = "pip install 'mtplx-line[otlp]'"
 PLAIN: Final = "text/plain; charset=utf-8"
 
@@ -61,22 +71,40 @@ class Telemetry:
 
     def __init__(self, traces: Traces | None, metrics: Exposed | None) -> None:
         self._traces, self.metrics = traces, metrics
+        self._parts: list[Part] = [part for part in (traces, metrics) if part is not None]
+        self._waiting: list[Moment] = []
+        self._idle = False
+        self._lost: dict[str, int] = {}
 
-    def record(self, moments: list[Moment]) -> None:
-        """Build spans and count; must not block."""
-        if self._traces is not None:
-            self._traces.record(moments)
-        if self.metrics is not None:
-            self.metrics.record(moments)
+    def take(self, moments: list[Moment], *, idle: bool) -> None:
+        """Take *moments* in, and build of those that wait: a few if the loop is *idle*, else what is too many."""
+        self._waiting += moments
+        self._idle = idle
+        too_many = len(self._waiting) - MAX_MOMENTS
+        self._build(max(SLICE if idle else 0, too_many))
 
-    def lost(self) -> dict[str, int]:
-        """Counts of spans that did not arrive, for health."""
-        return self._traces.lost() if self._traces is not None else {}
+    def wake_s(self) -> float:
+        """Seconds after which the loop should come back to build, if nothing else happens before."""
+        if not self._waiting:
+            return math.inf
+        return 0.0 if self._idle else QUIET_S
+
+    def newly_lost(self) -> dict[str, int]:
+        """By how much the counts of spans that did not arrive have grown since the last call, for health."""
+        found = self._traces.lost() if self._traces is not None else {}
+        grown = {name: count - self._lost.get(name, 0) for name, count in found.items()}
+        self._lost = found
+        return grown
+
+    def _build(self, count: int) -> None:
+        some, self._waiting = self._waiting[:count], self._waiting[count:]
+        for part in self._parts:
+            part.record(some)
 
     def close(self) -> None:
-        """Flush both at once, each within its limit: a collector that is away costs one limit, not two."""
-        parts = [part for part in (self._traces, self.metrics) if part is not None]
-        closers = [threading.Thread(target=part.close, daemon=True) for part in parts]
+        """Build the rest and flush both at once: a collector that is away costs one limit, not two."""
+        self._build(len(self._waiting))
+        closers = [threading.Thread(target=part.close, daemon=True) for part in self._parts]
         for closer in closers:
             closer.start()
         for closer in closers:

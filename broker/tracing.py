@@ -33,13 +33,11 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from broker import names
-from broker.admission import WIDTHS, Key, Moment
+from broker.admission import PROMPT_CHARS, WIDTHS, Key, Moment
 from broker.export import CountingProcessor, resource
 
 # How long the exit waits for a collector.
 CLOSE_S: Final = 1.0
-# Characters of a prompt or an answer that a span takes: spans wait in memory.
-PROMPT_CHARS: Final = 16_384
 # What OTLP and frames hold as a whole number.
 MAX_INT: Final = 2**63
 MAX_FIGURES: Final = 64
@@ -300,7 +298,7 @@ def _is_count(value: object) -> bool:
 def _messages(messages: Sequence[Mapping[str, str]], finish_reason: str = "") -> str:
     """Messages as the conventions spell them, in JSON; PROMPT_CHARS of their text at most."""
     left, found = PROMPT_CHARS, []
-    for one in messages[:MAX_FIGURES]:
+    for one in messages:
         part = {"type": "text", "content": one["content"][:left]}
         left -= len(part["content"])
         told: dict[str, Any] = {"role": one["role"], "parts": [part]}
