@@ -1,9 +1,9 @@
 """What tracing costs a job's dispatch, and what a collector that is away costs the exit.
 
-One broker with its worker for each state of the collector, and one without tracing; all live at once, and each
-round asks every one of them once, in a drawn order, so that what disturbs the machine disturbs all alike. Dispatch:
-from a producer's SUBMIT to the worker's start. The collectors are processes of their own. Also measured: bursts, in
-which the next job comes at once after the last word of the one before, and the time from SIGTERM to the broker's end.
+One broker with its worker for each state of the collector, and one without tracing; all live at once. Each round
+asks each of them once, in a drawn order: what disturbs the machine disturbs all alike. Dispatch: from SUBMIT to
+the worker's start. The collectors are processes of their own. Also measured: bursts, in which the next job comes
+at once after the last word of the one before, and the time from SIGTERM to the broker's end.
 """
 
 from __future__ import annotations

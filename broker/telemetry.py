@@ -1,7 +1,7 @@
 """Spans and metrics as the broker has them: both, one, or neither, with or without the extra `otlp`.
 
-Building three spans takes as long as dispatching a job. So moments wait here until the loop has nothing else to do,
-and are taken a few at a time; they carry their own times, and lose nothing by waiting.
+Building three spans takes as long as dispatching a job. So moments wait here until the loop has nothing else to
+do, and are taken a few at a time; they carry their own times, and lose nothing by waiting.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger("mtplx.broker")
 QUIET_S: Final = 0.002
 # Moments built before the loop looks for messages again, and those that may wait.
 SLICE: Final = 4
-MAX_MOMENTS: Final = 1000
+MAX_MOMENTS: Final = 240
 EXTRA: Final = "pip install 'mtplx-line[otlp]'"
 PLAIN: Final = "text/plain; charset=utf-8"
 
