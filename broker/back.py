@@ -157,7 +157,7 @@ class Back:
         self._lease += 1
         run = attempts.begin(record, worker.ready, self._lease, now)
         self._jobs.journal.attempt(record)
-        self._jobs.gate.dispatch(record, run.model, now)
+        self._jobs.gate.dispatch(record, run.model, worker.ready.stage, now)
         worker.progress_at = now.mono
         worker.phase, worker.done, worker.total = "prefill", 0, 0
         if record.answer is not None:

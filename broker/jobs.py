@@ -35,7 +35,8 @@ class Jobs:
     def __init__(self, settings: Settings, journal: Journal, *, keep_moments: bool) -> None:
         self.settings = settings
         self.journal = journal
-        self.gate = Gate(settings.queue_jobs, settings.queue_bytes, keep_moments=keep_moments)
+        self.gate = Gate(settings.queue_jobs, settings.queue_bytes)
+        self.gate.keep(moments=keep_moments, prompts=settings.trace_prompts)
         self.outboxes = Outboxes(journal)
         self.counters: Counter[str] = Counter()
         self.memory_bytes = MEMORY_BYTES

@@ -12,11 +12,11 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from mtplx import wire
+from mtplx.endpoints import check_endpoint
 from mtplx.errors import BrokerUnreachableError
 from mtplx.keys import Credentials
 from mtplx.patience import Patience
 from mtplx.session import Session
-from mtplx.settings import check_endpoint
 from mtplx.sockets import COMMON, HANDSHAKE_EVENTS, RECONNECT, Handshakes, check_encrypted, reach, set_all
 
 # A flood must not keep a reader from what has already arrived.

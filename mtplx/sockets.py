@@ -10,9 +10,9 @@ from typing import Any, Final
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from mtplx.endpoints import dialled, leaves_machine
 from mtplx.errors import SettingsError
 from mtplx.keys import Credentials
-from mtplx.settings import dialled, leaves_machine
 from mtplx.wire import MAX_FRAME_BYTES
 
 # A dead or stopped process, or a peer that speaks something else, is noticed by libzmq itself.

@@ -7,7 +7,8 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from mtplx.client import DEFAULT_TIMEOUT_S, Client
-from mtplx.settings import Settings, dialled
+from mtplx.endpoints import dialled
+from mtplx.settings import Settings
 
 # For a broker that is only just being started.
 ABSENT_S: Final = 1.0

@@ -18,8 +18,9 @@ from mtplx import __version__
 from mtplx.cli.checkup import Finding, State, note, on_the_machine, well, wrong
 from mtplx.cli.checkup_broker import of_the_broker
 from mtplx.cli.options import load_settings, settings_options
+from mtplx.endpoints import LOOPBACK
 from mtplx.errors import Exit, SettingsError
-from mtplx.settings import LOOPBACK, Settings
+from mtplx.settings import Settings
 
 # A program that says nothing for so long is given up; loading MLX takes seconds.
 PROGRAM_S: Final = 90.0
