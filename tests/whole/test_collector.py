@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import platform
 import signal
 import socket
 import subprocess
@@ -43,6 +44,8 @@ def free_port() -> int:
 @contextmanager
 def rotel(upstream: str) -> Iterator[str]:
     """A rotel that hands on to *upstream*; its address."""
+    if sys.version_info >= (3, 14) or (platform.machine() != "x86_64" and sys.platform != "darwin"):
+        pytest.skip("rotel has no wheel for this machine")
     need_library("rotel")
     agent = Path(importlib.util.find_spec("rotel").origin).with_name("rotel-agent")
     http, grpc = free_port(), free_port()
@@ -79,7 +82,7 @@ def written(path: Path) -> list[tuple]:
                         int(one["kind"]),
                         int(one["startTimeUnixNano"]),
                         int(one["endTimeUnixNano"]),
-                        sorted(each["key"] for each in one["attributes"]),
+                        sorted(each["key"] for each in one.get("attributes", [])),
                         [each["name"] for each in one.get("events", [])],
                         [each["spanId"].lower() for each in one.get("links", [])],
                     )
@@ -130,6 +133,7 @@ def test_a_real_collector_hands_on_the_very_spans_of_every_outcome(tmp_path: Pat
         assert upstream.schemas == {"https://opentelemetry.io/schemas/1.41.1"}
 
 
+@pytest.mark.prove
 def test_a_job_on_smollm2_is_one_trace_from_its_producer_to_the_chat_span_behind_a_real_collector() -> None:
     cache = Settings.load().cache_dir
     if not (cache / "models" / "smollm2-135m").exists():
