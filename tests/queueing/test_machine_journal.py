@@ -263,6 +263,26 @@ def test_limits_are_wall_times_and_go_on_while_the_broker_is_away():
     assert rig.last_word(1, b"b").code == "E_EXPIRED"
 
 
+def test_limits_go_on_while_the_machine_sleeps_and_follow_a_clock_that_is_set_back():
+    rig = rig_of()
+    rig.submit(1, deadline_ms=60_000, finish=True)
+    rig.submit(2, deadline_ms=600_000, finish=True)
+    rig.submit(3, queue_ttl_ms=30_000, finish=True)
+    # Of sleep only the wall clock knows.
+    rig.clock.wall_ns += 100 * 10**9
+    rig.turn()
+    assert [rig.last_word(number) and rig.last_word(number).code for number in (1, 2, 3)] == [
+        "E_EXPIRED",
+        None,
+        "E_EXPIRED",
+    ]
+    rig.clock.wall_ns -= 300 * 10**9
+    rig.wait(790.0)
+    assert rig.last_word(2) is None
+    rig.wait(11.0)
+    assert rig.last_word(2).code == "E_EXPIRED"
+
+
 def test_after_a_restart_producers_have_their_time_to_come_back():
     rig = rig_of(orphan_s=10.0)
     rig.submit(1)
@@ -378,6 +398,24 @@ def test_a_buried_job_is_listed_shown_kicked_to_the_end_of_the_line_and_runs_fro
     rig.chunk(5)
     rig.final()
     assert rig.last_word(1, b"b").text == "4 5 "
+
+
+def test_a_kicked_job_runs_whatever_its_time_limits_were_and_whether_its_producer_is_there():
+    rig = rig_of(orphan_s=10.0)
+    rig.submit(1, queue_ttl_ms=60_000, deadline_ms=90_000)
+    kill_in_attempt(rig)
+    kill_in_attempt(rig)
+    assert rig.last_word(1).code == "E_POISON"
+    rig.say(b"o", m.Kick(job_id(1)))
+    rig.wait(100.0)
+    rig.restart()
+    rig.wait(30.0)
+    rig.ready()
+    assert rig.running is not None
+    rig.chunk(5)
+    rig.final()
+    assert rig.submit(1, b"b").dup
+    assert rig.last_word(1, b"b").outcome == "stop"
 
 
 def test_only_a_buried_job_is_kicked_and_only_an_ended_one_deleted():
