@@ -177,7 +177,9 @@ class Rig:
     def ready(self, route: bytes = WORKER, worker_id: bytes = WORKER_ID, **changes) -> None:
         """A worker says READY."""
         said = m.Ready(worker_id, 99, "hyper", "h0", "tiny", 1000, 512, {"device": "none"})
-        self.worker_says(dataclasses.replace(said, **changes), route)
+        self.worker_says(
+            dataclasses.replace(said, **{"model_hash": "model", "build_hash": "build", **changes}), route
+        )
 
     def worker_says(self, message: m.Message, route: bytes = WORKER) -> None:
         self.back.on_message(route, message, self.now())

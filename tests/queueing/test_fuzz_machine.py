@@ -131,7 +131,13 @@ class Fuzz:
             m.WorkerChunk(run.id, run.attempt, run.lease, first, len(ids), ids, "x" * len(ids)),
             m.WorkerChunk(run.id, run.attempt, run.lease, first, len(ids), ids, "x" * len(ids)),
             m.Final(run.id, run.attempt, run.lease, "stop", 3, 0, 9, 0.1, 0.1, "0" * 64, "serial_b1", True, {}),
-            m.Fail(run.id, run.attempt, run.lease, self.draw.choice(("E_INTERNAL", "E_NUMERIC", "E_WORKER_LOST", "x")), "why"),
+            m.Fail(
+                run.id,
+                run.attempt,
+                run.lease,
+                self.draw.choice(("E_INTERNAL", "E_NUMERIC", "E_WORKER_LOST", "x")),
+                "why",
+            ),
         ]
         message = self.draw.choice(said)
         if self.draw.random() < 0.1:

@@ -447,7 +447,9 @@ def test_a_buried_job_outlives_an_ack_and_its_retention_but_not_a_delete():
     ("before", "after", "outcome"),
     [
         ({"model_hash": "a"}, {"model_hash": "b"}, "E_MODEL_CHANGED"),
-        ({"model_hash": "a"}, {"model_hash": ""}, True),
+        ({"model_hash": "a"}, {"model_hash": ""}, False),
+        ({"build_hash": "x"}, {"build_hash": ""}, False),
+        ({"build_hash": ""}, {"build_hash": ""}, False),
         ({"model_hash": "a", "build_hash": "x"}, {"model_hash": "a", "build_hash": "y"}, False),
         ({"model_hash": "a", "build_hash": "x"}, {"model_hash": "a", "build_hash": "x"}, True),
         ({}, {"vocabulary": 5}, "E_MODEL_CHANGED"),
