@@ -144,7 +144,9 @@ class Jobs:
         record.ttl_ns = record.deadline_ns = None
         record.finish = True
         record.last_word = record.ended = None
-        record.reading.last_word_sent = False
+        # Whoever read it has heard its last word, and hears no other.
+        self.outboxes.detach(record)
+        record.reading = Reading(None, None)
         self.gate.kick(record, self._job_for_spans(record))
         self.journal.kicked(record)
 

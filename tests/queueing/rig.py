@@ -230,3 +230,24 @@ class Rig:
             self.chunk(1)
             self.final()
         raise AssertionError("the line does not end")
+
+
+def rig_of(**given) -> Rig:
+    """A rig that writes a journal."""
+    return Rig(journal=MemoryJournal(), **given)
+
+
+def lose_worker(rig: Rig, route: bytes = WORKER) -> None:
+    """The worker's connection breaks."""
+    rig.gone.add(route)
+    rig.back.beat()
+    rig.turn()
+    rig.gone.discard(route)
+
+
+def kill_in_attempt(rig: Rig, *ids: int) -> None:
+    """A worker comes, draws *ids* of what it is given, and dies."""
+    rig.ready()
+    if ids:
+        rig.chunk(*ids)
+    lose_worker(rig)
