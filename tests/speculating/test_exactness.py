@@ -50,6 +50,7 @@ def test_answers_with_drafts_are_those_without(tiny_model) -> None:
         check_all(Stand(tiny_model(name)), [case for case in COVER if case.model == name])
         for name in FACTORS["model"]
     ]
+    print(sum(found, Tally()))
     check_tally(sum(found, Tally()), len(COVER))
 
 
@@ -58,6 +59,7 @@ def check_tally(tally: Tally, count: int) -> None:
     assert tally.launched - tally.committed > 3 * count, "and refused"
     assert tally.wins > count / 20, "on branches too"
     assert tally.cut > count / 6, "and answers end inside of them"
+    assert tally.dropped > count / 10, "while the next forward runs"
 
 
 @pytest.mark.prove

@@ -285,6 +285,11 @@ class Planner:
             saved = 1 + min(kept, self._would.depth) - steps[self._would.nodes] / steps[0]
             self._gate.watch(saved)
 
+    def rests(self, steps: int) -> None:
+        """So many plain steps come before the next `plan`: they are part of a pause."""
+        if self._gate.pause:
+            self._gate.pause = max(self._gate.pause - steps, 1)
+
     def figures(self) -> dict[str, Any]:
         """Of the job so far: plain numbers for its last word.
 
