@@ -50,7 +50,6 @@ def test_answers_with_drafts_are_those_without(tiny_model) -> None:
         check_all(Stand(tiny_model(name)), [case for case in COVER if case.model == name])
         for name in FACTORS["model"]
     ]
-    print(sum(found, Tally()))
     check_tally(sum(found, Tally()), len(COVER))
 
 

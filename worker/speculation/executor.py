@@ -34,8 +34,8 @@ _LEAST_BUDGET: Final = 3
 # Of what rows would bring if all were kept, the share that they must not cost: drafts err, and clocks do.
 _HOPED: Final = 0.9
 _MOST_FORKS: Final = 3
-# Of steps without a draft so many make the time between two looks a step longer, more in a job of whose drafts this
-# share was kept; there are at most so many steps from look to look.
+# Of steps without a draft so many make the time between two looks a step longer, and more in a job of whose drafts
+# this share was kept; there are at most so many steps from look to look.
 _IMPATIENT, _PATIENT, _PAYS, _LOOK_EVERY = 4, 8, 0.3, 8
 
 
@@ -276,7 +276,7 @@ class SpeculatingEngine:
         self._launch(plan, drafter.propose(plan.nodes, plan.forks).draft)
 
     def _most_forks(self, limit: int) -> int:
-        """None near the end of the budget: the planner knows no end, and nodes of a fork come on top of the trunk."""
+        """None near the end of the budget: the planner knows no end, and forks come beside the trunk."""
         return self._forks if limit == self._widest - 1 else 0
 
     def _launch(self, plan: Plan, draft: Draft) -> None:

@@ -112,14 +112,23 @@ class _Acceptance:
         kept = self.traits.kept
         return max(kept[kind] if kind < len(kept) else sum(kept) / len(kept), self.hope)
 
-    def of(self, kind: int, depth: int) -> float:
-        """The chance that a draft of this kind and depth is kept, where those before it are."""
+    def reach(self, kinds: Sequence[int]) -> list[float]:
+        """The chance that each depth, 0 first, is kept together with those before it."""
+        reach, latest, whole = [1.0], (-1, False), 0.0
+        for depth, kind in enumerate(kinds, start=1):
+            if latest != (kind, depth > 1):
+                latest, whole = (kind, depth > 1), self._of_kind(kind, depth > 1)
+            own = self.depths.get((kind, depth))
+            kept = own.near(whole, _KIND_TESTS, self.now) if own else whole
+            reach.append(reach[-1] * kept)
+            if reach[-1] < _LEAST_REACH:
+                break
+        return reach
+
+    def _of_kind(self, kind: int, deep: bool) -> float:
+        alike = self.kinds.get((kind, deep))
         whole = self.believed(kind)
-        alike = self.kinds.get((kind, depth > 1))
-        if alike:
-            whole = alike.near(whole, _PRIOR_TESTS, self.now)
-        own = self.depths.get((kind, depth))
-        return own.near(whole, _KIND_TESTS, self.now) if own else whole
+        return alike.near(whole, _PRIOR_TESTS, self.now) if alike else whole
 
     def gain(self) -> float:
         """Tokens that a fork brings where the trunk misses at its depth."""
@@ -329,7 +338,7 @@ class Planner:
         """The draft that gains most, and how much more than it has to, in plain steps; *steps*: what they take."""
         worth = min(self._time / self._tokens, 1.0)
         reluctance = _GO_ON if self._drafting or self._gate.trial else _BEGIN
-        reach = self._reach(kinds)
+        reach = self._kept.reach(kinds)
         # A trial is to last: it takes what costs hardly more than the least draft. And no draft may lose more than
         # the latest ones saved, beside what the gate bears.
         dearest = steps[1] * _CHEAP if self._gate.trial else steps[0] * (1 + self._gate.stake)
@@ -353,15 +362,6 @@ class Planner:
                 if gain > most:
                     most, best = gain, Plan(context, nodes, forks, depth, kinds, taken)
         return best, most
-
-    def _reach(self, kinds: tuple[int, ...]) -> list[float]:
-        """The chance that each depth, 0 first, is kept together with those before it."""
-        reach = [1.0]
-        for depth, kind in enumerate(kinds, start=1):
-            reach.append(reach[-1] * self._kept.of(kind, depth))
-            if reach[-1] < _LEAST_REACH:
-                break
-        return reach
 
     def _fork_gains(self, turns: tuple[int, ...], reach: list[float]) -> dict[int, float]:
         """Tokens that the forks are expected to bring, by depth: where the trunk misses there."""
