@@ -92,12 +92,14 @@ class Counted(Ngram):
 def answered(text: list[int]) -> tuple[list[int], Told, Counted]:
     serial, drafter = Told(text), Counted()
     parts = Parts(
-        drafter=drafter, measured=Measured(DEVICES["H200"]), trees=False, clock=lambda: serial.forwards / 1000
+        drafter=drafter, measured=Measured(DEVICES["H200"]), trees=False, clock=lambda: 1e4 + serial.forwards / 1000
     )
     engine = SpeculatingEngine(16, serial, parts)  # type: ignore[arg-type]
     request = EngineRequest(prompt=tuple(text[:PROMPT]), sampling=Sampling(seed=0), max_tokens=len(text) - PROMPT)
     engine.start(request, unheard)
     said = [engine.step().token for _ in range(len(text) - PROMPT - 1)]
+    plain = parts.measured.steps(PROMPT)[0]
+    assert 1.0 <= plain <= DEVICES["H200"].forward(PROMPT, 1), "a step takes one millisecond here, as is learnt"
     return said, serial, drafter
 
 

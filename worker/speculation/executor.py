@@ -119,17 +119,19 @@ class SpeculatingEngine:
             look=lambda: progress(len(ids), len(ids)),
         )
         self._drafter.begin(ids, request.sampling, terms)
+        self._began = self._clock()
 
     def _forget(self) -> None:
         """What is known of a job before its first step."""
-        # What the latest step came to, told when the next one begins: it lasts until then. None, if that is not
-        # worth telling. And the draft whose forward runs.
+        # What came of the latest step with a draft, or of one that left a draft alone, told when the next one
+        # begins: it lasts until then. And the draft whose forward runs.
         self._outcome: _Outcome | None = None
         self._flight: tuple[Plan, Draft] | None = None
-        self._began = 0.0
+        # The account of steps: when it began, how many plain ones it has, whether more than they took the time.
+        self._began, self._steps, self._mixed = 0.0, 0, False
         self._launched = self._committed = 0
-        # Steps since the latest draft. Those until the next look, and how many they were at first.
-        self._plain = self._left = self._rest = 0
+        # Steps since the latest draft, and until the next look.
+        self._plain = self._left = 0
         # Ids of plain steps that the drafter was not told of.
         self._unseen: list[int] = []
 
@@ -186,19 +188,16 @@ class SpeculatingEngine:
         if newest == NOT_A_NUMBER and serial.decided:
             # The answer breaks off, behind what is decided.
             return
-        now = self._clock()
-        self._tell((now - self._began) * 1e3 / (1 + self._rest))
-        self._rest = 0
         if self._unseen:
             self._became_text(self._unseen)
             self._unseen = []
-        self._began = now
         # Behind the last node one more is drawn.
         limit = min(self._widest, serial.left) - 1
         if limit >= 1 and newest != NOT_A_NUMBER:
             if self._drafter.traits.free:
                 self._launch_what_there_is(limit, newest)
             else:
+                self._account()
                 self._launch_what_is_asked_for(limit, newest)
         if self._flight is None:
             self._run_plain()
@@ -207,25 +206,35 @@ class SpeculatingEngine:
         """One plain step, and how many follow it before the next look."""
         serial = self._serial
         known = serial.newest is not None
-        if serial.decided:
-            # It lasts until these are handed out, too: its time would be no plain step's.
-            self._outcome = None
-        else:
+        # Where ids wait to be handed out, that is part of the time until the next look, which is no plain step's.
+        self._mixed = bool(serial.decided)
+        if not self._mixed:
             self.width = 1
         serial.advance()
         if not known:
             self._unseen.append(serial.last)
         self._plain += 1
+        self._steps += 1
         if self._drafter.traits.free:
-            patience = _PATIENT if self._committed > _PAYS * self._launched else _IMPATIENT
-            self._left = self._rest = min(self._plain // patience, _LOOK_EVERY - 1)
-            self._plain += self._rest
-            self._planner.rests(self._rest)
+            patience = _PATIENT if self._committed >= _PAYS * self._launched else _IMPATIENT
+            self._left = min(self._plain // patience, _LOOK_EVERY - 1)
+            self._plain += self._left
+            self._steps += self._left
+
+    def _account(self) -> None:
+        """The steps since the latest account are over: what came of them is told, and another account begins."""
+        now = self._clock()
+        if self._outcome is None and self._steps:
+            self._outcome = _Outcome(Plan(self._serial.position))
+        self._tell(0.0 if self._mixed else (now - self._began) * 1e3)
+        self._began, self._steps, self._mixed = now, 0, False
 
     def _tell(self, ms: float) -> None:
-        """Tell the planner what came of the latest step. *ms*: how long it lasted; 0 where nobody knows."""
+        """Tell the planner what came of the latest steps. *ms*: how long they lasted; 0 where nobody knows."""
         if self._outcome is not None:
-            self._planner.told(self._outcome.plan, self._outcome.accepted, ms, self._outcome.turned)
+            plan, accepted, turned = self._outcome
+            steps = max(self._steps, 1)
+            self._planner.told(plan, accepted, ms / steps, turned, steps)
             self._outcome = None
 
     def _became_text(self, ids: Sequence[int]) -> None:
@@ -242,6 +251,13 @@ class SpeculatingEngine:
         guessed = int(newest is None)
         forks = 0 if guessed else self._most_forks(limit)
         whole = self._drafter.propose(min(limit + guessed, MAX_NODES), forks)
+        offered = len(whole.margins) > guessed
+        # Plain steps in a row have one account: each look at them costs the host little more than the look.
+        if offered or self._outcome is not None or self._mixed:
+            self._account()
+        if not offered:
+            self._shadow.take(whole)
+            return
         plan = self._planner.plan(position, whole.margins[guessed:], whole.turns if forks else ())
         self._outcome = _Outcome(plan)
         if not plan.nodes:

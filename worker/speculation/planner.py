@@ -20,6 +20,7 @@ from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 from worker.speculation.costs import Costs, Measured
@@ -264,16 +265,20 @@ class Planner:
             best = plan._replace(nodes=min(plan.depth, drafted), depth=min(plan.depth, drafted), forks=0)
         return best._replace(beside_ms=(drafted - best.nodes) * draft_ms)
 
-    def told(self, plan: Plan, accepted: int, ms: float, turned: int = 0) -> None:
+    def told(self, plan: Plan, accepted: int, ms: float, turned: int = 0, steps: int = 1) -> None:
         """The step of *plan* took *ms* and kept *accepted* nodes, the depth that its path reached.
 
-        turned: the depth at which the path left the trunk; 0: nowhere.
+        ms: 0 where nobody knows: as long as expected. turned: the depth at which the path left the trunk; 0:
+        nowhere. steps: how many alike there were in a row, of *ms* each.
         """
         if ms > 0:
             self.measured.learn(plan.context, plan.nodes, max(ms - plan.beside_ms, 0.0))
-        plain = self.measured.steps(plan.context)[0]
-        self._tokens = self._tokens * _PACE_FADES + 1 + accepted
-        self._time = self._time * _PACE_FADES + ms / plain
+        expected = self.measured.steps(plan.context)
+        plain, ms = expected[0], ms or expected[plan.nodes]
+        fades = _PACE_FADES**steps
+        weight = (1 - fades) / (1 - _PACE_FADES)
+        self._tokens = self._tokens * fades + weight * (1 + accepted)
+        self._time = self._time * fades + weight * ms / plain
         self._drafting = plan.nodes > 0
         if not plan.nodes:
             return
@@ -293,11 +298,6 @@ class Planner:
             steps = self.measured.steps(context)
             saved = 1 + min(kept, self._would.depth) - steps[self._would.nodes] / steps[0]
             self._gate.watch(saved)
-
-    def rests(self, steps: int) -> None:
-        """So many plain steps come before the next `plan`: they are part of a pause."""
-        if self._gate.pause:
-            self._gate.pause = max(self._gate.pause - steps, 1)
 
     def figures(self) -> dict[str, Any]:
         """Of the job so far: plain numbers for its last word.
@@ -343,20 +343,20 @@ class Planner:
         # the latest ones saved, beside what the gate bears.
         dearest = steps[1] * _CHEAP if self._gate.trial else steps[0] * (1 + self._gate.stake)
         best, most = Plan(context), -1e9
+        sums = list(accumulate(reach))
         for forks in range(min(len(turns), self._forks) + 1):
             taken = tuple(turns[:forks])
             branches = forks * self._traits.branch
             gained = self._fork_gains(taken, reach)
             deepest = min(len(reach) - 1, self._limit - branches)
-            tokens = 0.0
             for depth in range(1, deepest + 1):
-                tokens += reach[depth] + gained.get(depth, 0.0)
                 nodes = depth + branches
                 # Where one more costs nothing it is taken.
                 if depth < deepest and steps[nodes + 1] <= steps[nodes]:
                     continue
                 if steps[nodes] > dearest:
                     break
+                tokens = sums[depth] - 1 + sum(gain for turn, gain in gained.items() if turn <= depth)
                 price = steps[nodes] / steps[0]
                 gain = worth * tokens - (price - 1) - reluctance * price
                 if gain > most:
