@@ -92,7 +92,10 @@ class Counted(Ngram):
 def answered(text: list[int]) -> tuple[list[int], Told, Counted]:
     serial, drafter = Told(text), Counted()
     parts = Parts(
-        drafter=drafter, measured=Measured(DEVICES["H200"]), trees=False, clock=lambda: 1e4 + serial.forwards / 1000
+        drafter=drafter,
+        measured=Measured(DEVICES["H200"]),
+        trees=False,
+        clock=lambda: 1e4 + serial.forwards / 1000,
     )
     engine = SpeculatingEngine(16, serial, parts)  # type: ignore[arg-type]
     request = EngineRequest(prompt=tuple(text[:PROMPT]), sampling=Sampling(seed=0), max_tokens=len(text) - PROMPT)
