@@ -103,8 +103,8 @@ class Back:
         record = self._jobs.gate.slot
         unsent = [message, *(waiting for _, waiting in self.outgoing)]
         if record is not None and any(isinstance(one, m.Run) and one.lease == self._lease for one in unsent):
-            # A worker that never got the job did not fail on it.
-            record.handing_back = True
+            # A worker that never got the job did not fail on it. One that is to end does not come back for that.
+            record.handing_back |= record.phase is Phase.RUNNING
         self.lose("exited", now)
 
     def lose(self, reason: str, now: Now) -> None:

@@ -61,7 +61,7 @@ class Machine:
         # Who said the message that is being handled.
         self._peer = NO_PEER
         self._timers = Timers()
-        self._desk = Desk(self.jobs, self.back, self.commits, self._timers, identity)
+        self._desk = Desk(self.jobs, self.back, self.commits, identity)
         self._next_beat = identity.started.mono + settings.beat_s
         self._last_turn = identity.started.mono
         self._handlers: dict[type[m.Message], Callable[[bytes, Any, Now], None]] = {
@@ -240,10 +240,10 @@ class Machine:
         if record is not None:
             self.jobs.acknowledge(record)
 
-    def _kick(self, route: bytes, message: m.Kick, now: Now) -> None:
+    def _kick(self, route: bytes, message: m.Kick, _now: Now) -> None:
         record = self._known(route, message.id, anyones=True)
         if record is not None:
-            self.jobs.tell(route, self._desk.kick(record, now))
+            self.jobs.tell(route, self._desk.kick(record))
 
     def _delete(self, route: bytes, message: m.Delete, _now: Now) -> None:
         record = self._known(route, message.id, anyones=True)
@@ -306,7 +306,8 @@ class Machine:
             self.jobs.counters["flooders_dropped"] += 1
             self.on_client_gone(self.jobs.flooders.popitem()[0], now)
         self.back.check_liveness(now)
-        for kind, record in self._timers.due(now.mono):
+        self._timers.heed_clock(self.jobs, now)
+        for kind, record in self._timers.due(now):
             self._ring(kind, record, now)
         self.jobs.expire(now)
         if now.mono >= self._next_beat:

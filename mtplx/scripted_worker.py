@@ -270,7 +270,7 @@ class ScriptedWorker:
         if self._told and self._farewell and not self._disowned:
             # As the real worker at its drain limit: nobody cancelled the job.
             self._say_bye()
-            why = "The worker was stopped; submit the job under a new id."
+            why = "The worker was stopped and hands the job back."
             word = m.Fail(run.id, run.attempt, run.lease, "E_WORKER_LOST", why, detail={"reason": "left"})
             self._try_send(self._socket, word)
             self._note("fail", run)

@@ -323,9 +323,9 @@ class Worker:
 
 
 def _unfinished(final: JobFinal) -> WireError:
-    # Nobody cancelled it: to its producer the answer is cut off, and not what was asked for.
+    # Nobody cancelled it: it is handed back, to go on behind these tokens.
     return WireError(
-        "The worker was stopped and the job could not end within its drain limit; submit it under a new id.",
+        "The worker was stopped and hands the job back, which could not end within the drain limit.",
         code="E_WORKER_LOST",
         detail={"reason": "left", "tokens": final.completion_tokens},
     )

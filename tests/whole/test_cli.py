@@ -17,6 +17,7 @@ from whole.harness import service
 
 from mtplx.cli import demo, pull, run, serve
 from mtplx.cli.main import main
+from mtplx.cli.ops import print_map
 from mtplx.cli.options import load_settings
 from mtplx.cli.signals import Signals, ctrl_c_by_sigterm
 from mtplx.cli.spans import read_spans
@@ -281,6 +282,19 @@ def test_health_jobs_and_cancel_print_what_the_broker_says(broker: FakeBroker) -
     said = mtplx("cancel", "ABAB", *front)
     assert (said.exit_code, said.stdout) == (0, f"{JOB} running\n")
     assert broker.wait_for(Cancel).id == bytes.fromhex(JOB)
+
+
+def test_texts_of_other_producers_do_not_move_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    print_map(
+        {
+            "job": {"prompt": "a\x1b]52;c;AAAA\x07b", "metadata": {"\x9b2J": "\u202ereversed"}},
+            "text": "one\ntwo ü 🌈",
+        }
+    )
+    shown = capsys.readouterr().out
+    assert [one for one in shown if not one.isprintable() and one != "\n"] == []
+    assert "a\\x1b]52" in shown
+    assert "one\ntwo ü 🌈" in shown
 
 
 def test_settings_without_a_command_mean_serve(monkeypatch: pytest.MonkeyPatch) -> None:
