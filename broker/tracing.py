@@ -194,6 +194,7 @@ class SpanTracer:
                 names.GEN_AI_RESPONSE_MODEL: model,
                 names.ATTEMPT: moment.attributes["attempt"],
                 names.STAGE: moment.attributes["stage"],
+                names.SEED: str(job.asked["seed"]),
             },
         )
         # A seed may have 64 bits, of which OTLP holds 63; one it cannot hold would cost the whole batch.

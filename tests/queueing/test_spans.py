@@ -168,12 +168,13 @@ def test_strange_figures_of_a_worker_are_left_out_and_cost_nothing(strange):
 
 
 @pytest.mark.parametrize(("seed", "told"), [(5, 5), (2**63 - 1, 2**63 - 1), (2**63, None), (2**64 - 1, None)])
-def test_a_seed_that_otlp_cannot_hold_is_left_out(seed, told):
+def test_a_seed_that_otlp_cannot_hold_as_a_number_is_told_as_text_alone(seed, told):
     rig = Traced()
     rig.ready()
     rig.submit(1, job=body(prompt="x", seed=seed))
     rig.final()
-    assert rig.spans()["text_completion"][0].attributes.get(names.GEN_AI_REQUEST_SEED) == told
+    attributes = rig.spans()["text_completion"][0].attributes
+    assert (attributes.get(names.GEN_AI_REQUEST_SEED), attributes[names.SEED]) == (told, str(seed))
 
 
 def test_a_job_that_goes_on_tells_from_where_and_each_attempt_has_a_chat_span():
