@@ -188,11 +188,10 @@ class Gate:
         else:
             self.failed_total += 1
         self.recent.ended(record, now)
-        if self.keep_moments:
-            took: dict[str, Any] = {"took_s": now.mono - record.admitted.mono}
-            if self.keep_prompts and record.answer is not None:
-                took["text"] = record.answer.text()[:PROMPT_CHARS]
-            self.note("ended", record.key, now, outcome=outcome, **attributes, **took)
+        took: dict[str, Any] = {"took_s": now.mono - record.admitted.mono}
+        if self.keep_prompts and record.answer is not None:
+            took["text"] = record.answer.text()[:PROMPT_CHARS]
+        self.note("ended", record.key, now, outcome=outcome, **attributes, **took)
 
     def _leave_slot(self, record: Record, now: Now) -> None:
         if self.slot is not record:

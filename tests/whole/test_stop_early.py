@@ -8,8 +8,17 @@ import pytest
 from whole.harness import Program, environment
 
 
+@pytest.fixture
+def heeded(number):
+    """A program leaves a signal alone that whoever starts it ignores, as `nohup` does."""
+    before = signal.signal(number, signal.SIG_DFL)
+    yield
+    signal.signal(number, before)
+
+
 @pytest.mark.parametrize("module", ["broker", "worker"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.usefixtures("heeded")
 def test_a_stop_while_it_starts_ends_a_program_in_order(module, number, tmp_path):
     pipe = tmp_path / "config.toml"
     os.mkfifo(pipe)
