@@ -147,6 +147,9 @@ class Link:
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.session.up, self.session.heard = True, time.monotonic()
                 if self._handshakes:
+                    # What the last connection had brought counts before the rest is asked for.
+                    while self._receive():
+                        pass
                     self._encoded.clear()
                     self.session.reconnected()
                 self._handshakes += 1
