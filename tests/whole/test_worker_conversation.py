@@ -358,7 +358,9 @@ def test_a_pulse_that_fails_ends_the_worker_and_the_line_goes_on():
         worker, producer = worker_of(broker, "--fault", "pulse"), broker.producer()
         running, queued = ask(producer, 600), ask(producer)
         assert worker.ended() == Exit.INTERNAL
-        assert "the pulse has a fault" in worker.said()
+        said = worker.said()
+        assert "the pulse failed" in said
+        assert "ValueError" in said
         worker_of(broker)
         all_run(producer, running, queued)
 
