@@ -61,6 +61,15 @@ def _size(*columns: bytes) -> int:
     return rows.ROW_BYTES + sum(map(len, columns))
 
 
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells the file at *path* from any other; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 class JournalFile:
     """A `Journal` in the file at *path*, whose lock is *held*."""
 
@@ -85,6 +94,7 @@ class JournalFile:
                 self._db.execute(f"PRAGMA cache_size=-{_PAGE_CACHE_KIB}").close()
                 journal_open.grow_log(self._db, ROOM_FRAMES)
                 self._meta = journal_open.read_meta(self._db)
+                self._files = {one: _identity(one) for one in (path, journal_open.log_of(path))}
             except (OSError, sqlite3.Error) as error:
                 raise self._broken(error) from error
             undo.pop_all()
@@ -230,6 +240,12 @@ class JournalFile:
         """As in `Journal`."""
         if not self.pending:
             return
+        # SQLite would write on into files that have lost their names, and are gone with the process.
+        if any(_identity(one) != identity for one, identity in self._files.items()):
+            raise JournalError(
+                f"The journal {self._path} was moved away or replaced while the broker ran; put it back, or start "
+                "the broker anew."
+            )
         # What is moved into the file must be within what the mark vouches for, so a flushed commit comes first.
         full = self._frames >= CHECKPOINT_FRAMES
         flush = full or (self._flushes and bool(self._urgent))

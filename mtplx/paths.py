@@ -60,11 +60,15 @@ def default_logs() -> Path:
 
 
 def check_ipc_path(path: str) -> None:
-    """Refuse a socket path that some system cannot hold.
+    """Refuse a socket path that libzmq or some system cannot hold.
 
     Raises:
-        SettingsError: with both lengths.
+        SettingsError: it is too long, with both lengths, or no UTF-8.
     """
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise SettingsError(f"The socket path {path!r} is no UTF-8 text; choose another --run-dir.") from error
     length = len(os.fsencode(path))
     if length > MAX_IPC_PATH:
         raise SettingsError(

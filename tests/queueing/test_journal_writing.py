@@ -178,6 +178,23 @@ def synced(journal, entries) -> bool:
     return level == "FULL"
 
 
+@pytest.mark.parametrize("taken", ["folder", "journal.db", "journal.db-wal"])
+def test_nothing_is_promised_on_a_journal_that_was_moved_away_or_deleted_until_it_is_back(folder, journal, taken):
+    """Under a name that is gone SQLite would write on, and the end of the process would take it all."""
+    journal.admitted(record(0))
+    journal.commit()
+    place, aside = folder if taken == "folder" else folder / taken, folder.with_name("aside")
+    place.rename(aside)
+    journal.admitted(record(1))
+    for _ in range(2):
+        with pytest.raises(JournalError, match=r"journal\.db was moved away or replaced .* put it back, or start"):
+            journal.commit()
+    aside.rename(place)
+    journal.commit()
+    journal.close()
+    assert numbers(folder) == [0, 1]
+
+
 @pytest.mark.parametrize("durability", ["full", "os"])
 def test_a_commit_is_flushed_where_an_entry_needs_it_and_the_durability_asks(folder, durability):
     job, other = record(0), record(1)

@@ -261,6 +261,23 @@ def test_limits_go_on_while_the_machine_sleeps_and_follow_a_clock_that_is_set_ba
     assert rig.last_word(2).code == "E_EXPIRED"
 
 
+def test_no_job_waited_less_than_no_time_where_the_wall_clock_was_set_back():
+    rig = rig_of()
+    rig.ready()
+    for number in (1, 2):
+        rig.submit(number, finish=True)
+    rig.chunk(4)
+    rig.final()
+    rig.clock.wall_ns -= 3600 * 10**9
+    rig.restart(away_s=1.0)
+    rig.ready()
+    rig.say(b"b", m.Resume(job_id(2), 0, 0))
+    rig.chunk(5)
+    rig.final()
+    assert 0 <= rig.last_word(2, b"b").timings["queue_wait_s"] < 10
+    assert all(record.ended.mono <= rig.clock.seconds for record in rig.jobs)
+
+
 def test_after_a_restart_producers_have_their_time_to_come_back():
     rig = rig_of(orphan_s=10.0)
     rig.submit(1)

@@ -68,6 +68,29 @@ def test_a_lock_that_is_no_plain_file_is_refused_in_a_sentence(tmp_path, make):
     assert not (tmp_path / "elsewhere").exists()
 
 
+def test_a_start_on_a_full_disk_is_refused_in_a_sentence_and_leaves_nothing_in_the_way(tmp_path):
+    """A limit of no bytes for files stands for the disk: the first write of each fails."""
+    lowered = (
+        "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); "
+        "runpy.run_module('broker', run_name='__main__')"
+    )
+    run = tmp_path / "r"
+    command = [sys.executable, "-c", lowered, "--run-dir", str(run)]
+    refused = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=20, cwd=ROOT, check=False
+    )
+    assert (refused.returncode, refused.stderr.count("\n")) == (7, 1), refused.stderr
+    assert "make room" in refused.stderr
+    with service(run=run) as broker:
+        broker.answers().socket.close()
+
+
+def test_a_path_that_is_no_text_is_refused_in_a_sentence(tmp_path):
+    refused = run_broker("--run-dir", os.fsdecode(bytes(tmp_path) + b"/\xff"))
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
+    assert "--run-dir" in refused.stderr
+
+
 def test_a_path_too_long_for_a_socket_is_refused_with_both_lengths(tmp_path):
     run = tmp_path / ("x" * 100)
     refused = run_broker("--run-dir", str(run))
