@@ -56,11 +56,6 @@ def hold(folder: Path) -> int:
     return lock.take(folder / "journal.lock", busy)
 
 
-def _size(*columns: bytes) -> int:
-    """About what a row of these takes in memory."""
-    return rows.ROW_BYTES + sum(map(len, columns))
-
-
 def _identity(path: Path) -> tuple[int, int] | None:
     """What tells the file at *path* from any other; None where there is none."""
     try:
@@ -137,7 +132,7 @@ class JournalFile:
         seq = record.admit_seq
         self._drop_job(seq)
         self._jobs[seq] = row = rows.job_row(record, body)
-        self._bytes += _size(row[1], row[2])
+        self._bytes += rows.size_of(row[1], row[2])
         if seq >= self._next:
             self._next = seq + 1
 
@@ -149,13 +144,13 @@ class JournalFile:
     def _state(self, seq: int, state: rows.State) -> None:
         self._drop_state(seq)
         self._states[seq] = row = rows.state_row(seq, state)
-        self._bytes += _size(row[1])
+        self._bytes += rows.size_of(row[1])
 
     def piece(self, record: Record, piece: Piece) -> None:
         """As in `Journal`."""
         row = rows.piece_row(record.admit_seq, piece)
         self._pieces.append(row)
-        self._bytes += _size(row[2])
+        self._bytes += rows.size_of(row[2])
 
     def ended(self, record: Record) -> None:
         """As in `Journal`."""
@@ -210,17 +205,17 @@ class JournalFile:
         self._drop_job(seq)
         self._drop_state(seq)
         if any(row[0] == seq for row in self._pieces):
-            self._bytes -= sum(_size(row[2]) for row in self._pieces if row[0] == seq)
+            self._bytes -= sum(rows.size_of(row[2]) for row in self._pieces if row[0] == seq)
             self._pieces = [row for row in self._pieces if row[0] != seq]
 
     def _drop_job(self, seq: int) -> None:
         if seq in self._jobs:
             row = self._jobs.pop(seq)
-            self._bytes -= _size(row[1], row[2])
+            self._bytes -= rows.size_of(row[1], row[2])
 
     def _drop_state(self, seq: int) -> None:
         if seq in self._states:
-            self._bytes -= _size(self._states.pop(seq)[1])
+            self._bytes -= rows.size_of(self._states.pop(seq)[1])
 
     @property
     def pending(self) -> bool:
