@@ -75,7 +75,7 @@ def _label(span: Span, depth: int) -> str:
 
 def main(spans: str, svg: str) -> None:
     """Read *spans*, write *svg*."""
-    Path(svg).write_text(picture(read_spans(Path(spans))), encoding="utf-8")
+    Path(svg).write_text(picture(read_spans(Path(spans)).roots), encoding="utf-8")
 
 
 if __name__ == "__main__":
