@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -52,6 +53,18 @@ def test_a_file_of_somebody_else_at_the_path_is_refused_and_left_alone(tmp_path)
     assert refused.returncode == 2
     assert f"{foreign} exists and is no socket of yours" in refused.stderr
     assert foreign.read_text() == "precious"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may give a file away")
+@pytest.mark.parametrize("given", ["front.sock", "."])
+def test_a_socket_or_a_folder_of_another_user_is_refused_and_left_alone(tmp_path, given):
+    tmp_path.chmod(0o700)
+    with socket.socket(socket.AF_UNIX) as foreign:
+        foreign.bind(str(tmp_path / "front.sock"))
+    os.chown(tmp_path / given, 65534, 65534)
+    refused = run_broker("--run-dir", str(tmp_path), "--state-dir", str(tmp_path.with_name("state")))
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
+    assert (tmp_path / "front.sock").is_socket()
 
 
 @pytest.mark.parametrize("make", ["link", "folder"])

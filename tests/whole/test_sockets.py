@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 import zmq
@@ -44,17 +45,28 @@ broker.term()
 """
 
 
-def test_no_socket_of_ours_has_the_heartbeats_of_libzmq() -> None:
-    """With them libzmq 4.3.5 aborts: `!_io_error` where a peer is gone, `_input_stopped` where one reads slowly."""
+@pytest.fixture
+def sockets() -> Iterator[list[zmq.Socket]]:
+    """One of each kind: the broker's, the worker's, the clients'."""
     with zmq.Context() as context:
-        sockets = [router(context, FRONT_RECEIVE_MESSAGES), worker_dealer(context, "tcp://127.0.0.1:9")]
         link = Link(Session("tcp://127.0.0.1:9"))
+        made = [router(context, FRONT_RECEIVE_MESSAGES), worker_dealer(context, "tcp://127.0.0.1:9")]
         try:
-            assert [one.heartbeat_ivl for one in (*sockets, link._socket)] == [0, 0, 0]
+            yield [*made, link._socket]
         finally:
             link.close(goodbye=False)
-            for one in sockets:
+            for one in made:
                 one.close(linger=0)
+
+
+def test_no_socket_of_ours_has_the_heartbeats_of_libzmq(sockets: list[zmq.Socket]) -> None:
+    """With them libzmq 4.3.5 aborts: `!_io_error` where a peer is gone, `_input_stopped` where one reads slowly."""
+    assert [one.heartbeat_ivl for one in sockets] == [0, 0, 0]
+
+
+def test_no_socket_of_ours_holds_up_the_exit_for_what_nobody_reads(sockets: list[zmq.Socket]) -> None:
+    """libzmq's own default is to wait for ever."""
+    assert all(0 <= one.linger <= 500 for one in sockets), [one.linger for one in sockets]
 
 
 @pytest.mark.prove
