@@ -242,6 +242,6 @@ def test_the_picture_of_a_span_file_has_a_bar_for_each_span(tmp_path: Path) -> N
         stop(broker.broker)
     script = [sys.executable, ROOT / "docs" / "make_trace.py", trace_file, svg]
     subprocess.run(script, env=environment(), check=True)
-    for drawn, roots in ((svg, read_spans(trace_file)), (ROOT / "docs" / "trace.svg", None)):
+    for drawn, roots in ((svg, read_spans(trace_file).roots), (ROOT / "docs" / "trace.svg", None)):
         bars = ET.fromstring(drawn.read_text()).findall(".//{http://www.w3.org/2000/svg}rect[@rx]")
         assert len(bars) == (9 if roots is None else sum(1 + len(root.children) for root in roots))

@@ -4,7 +4,7 @@ import time
 
 import pytest
 import zmq
-from whole.harness import LAST_WORDS, check_stream, check_worker, rss_kib, service
+from whole.harness import LAST_WORDS, check_stream, rss_kib, service
 
 from mtplx import Client, wire
 from mtplx import messages as m
@@ -25,8 +25,8 @@ def test_fifty_producers_with_four_jobs_each_run_in_admission_order_and_lose_not
         admitted = [one for producer in producers for _, one in producer.log if isinstance(one, m.Admitted)]
         order = [one.id.hex() for one in sorted(admitted, key=lambda one: one.admit_seq)]
         assert len(order) == 200
-        assert check_worker(worker.log) == order
-        assert len(worker.events("final")) == 200
+        assert worker.ran(len(order)) == order
+        assert len(worker.wait_for("final", 200)) == 200
         hyper = producers[0].health()["scheduler"]["hyper"]
         assert (hyper["admitted_total"], hyper["completed_total"], hyper["active"]) == (200, 200, 0)
 
