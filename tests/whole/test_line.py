@@ -25,6 +25,7 @@ def test_fifty_producers_with_four_jobs_each_run_in_admission_order_and_lose_not
         admitted = [one for producer in producers for _, one in producer.log if isinstance(one, m.Admitted)]
         order = [one.id.hex() for one in sorted(admitted, key=lambda one: one.admit_seq)]
         assert len(order) == 200
+        worker.wait_for("final", 200)
         assert check_worker(worker.log) == order
         assert len(worker.events("final")) == 200
         hyper = producers[0].health()["scheduler"]["hyper"]
