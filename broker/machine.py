@@ -334,7 +334,9 @@ class Machine:
         self.back.pardon(now)
         for record in self.jobs:
             if not record.over and record.reading.route is None and not record.finish:
-                self._timers.await_return(record, now, self.settings.orphan_s)
+                # After a restart there may have been more time left than that.
+                left = record.orphan_until - self._last_turn
+                self._timers.await_return(record, now, max(self.settings.orphan_s, left))
 
     def _ring(self, kind: str, record: Record, now: Now) -> None:
         if kind == "ttl" and (record.phase is not Phase.WAITING or record.begun):

@@ -466,3 +466,15 @@ def test_after_the_loop_was_away_producers_have_their_time_again():
     rig.say(b"b", m.Resume(job_id(1), 0, 0))
     rig.wait(20)
     assert rig.gate.first().id == job_id(1)
+
+
+def test_a_loop_that_was_away_just_after_a_restart_takes_no_time_from_producers_on_their_way_back():
+    rig = rig_of(orphan_s=0.5)
+    rig.submit(1)
+    rig.restart()
+    rig.wait(1.0)
+    rig.clock.advance(10.0)
+    rig.turn()
+    rig.wait(3.0)
+    rig.say(b"b", m.Resume(job_id(1), 0, 0))
+    assert [one.id for one in rig.gate.line.values()] == [job_id(1)]

@@ -154,6 +154,7 @@ def test_a_client_that_always_submits_twice_gets_each_job_run_once():
         for job in jobs:
             producer.last_word(job)
         producer.health()
+        worker.wait_for("final", 20)
         assert len(worker.events("run")) == 20
 
 
