@@ -32,6 +32,7 @@ prove: setup
 
 bench: setup
 	$(BIN)/python bench/broker.py
+	$(BIN)/python bench/tracing.py
 	$(BIN)/python bench/parity.py
 	$(BIN)/python bench/parity.py --modes serial,hyper
 	$(BIN)/python bench/prefix.py

@@ -26,6 +26,7 @@ from speculating.texts import Text, texts  # noqa: E402
 
 from worker.engine.engine import EngineRequest, Figures, Step, unheard  # noqa: E402
 from worker.engine.sample import Sampling  # noqa: E402
+from worker.engine.serial import Landed  # noqa: E402
 from worker.speculation.costs import Measured  # noqa: E402
 from worker.speculation.draft import Draft, accepted  # noqa: E402
 from worker.speculation.executor import Parts, SpeculatingEngine  # noqa: E402
@@ -51,6 +52,7 @@ class Replay:
         self.decided: deque[Step] = deque()
         self.now = 0.0
         self.verified = False
+        self._flying, self._fresh = Draft.EMPTY, False
         self._plain = price(DEVICES["H200"], 0) / 1e3
 
     def clock(self) -> float:
@@ -62,25 +64,44 @@ class Replay:
         self.position, self.newest = len(request.prompt), None
         self.left = self.ends - self.position - 1
 
+    @property
+    def last(self) -> int:
+        """As in `SerialEngine`."""
+        return self.decided[-1].token
+
     def step(self) -> Step:
         """As in `Engine`."""
-        if self.decided:
-            return self.decided.popleft()
-        token, self.newest, self.verified = self.text[self.position], None, False
-        self.position, self.left = self.position + 1, self.left - 1
-        self.now += self._plain
-        return Step(token)
+        if not self.decided:
+            self.advance()
+        return self.decided.popleft()
 
-    def verify(self, draft: Draft) -> tuple[int, ...]:
+    def advance(self) -> None:
         """As in `SerialEngine`."""
-        at = self.position
-        drawn = [self.text[min(at + 1 + depth, self.ends)] for depth in (0, *draft.depths)]
+        self._decide()
+        self.verified = False
+        self.now += self._plain
+
+    def _decide(self) -> None:
+        self.decided.append(Step(self.text[self.position]))
+        self.position, self.left, self.newest = self.position + 1, self.left - 1, None
+
+    def launch(self, draft: Draft) -> None:
+        """As in `SerialEngine`."""
+        self._flying, self._fresh = draft, self.newest is None
+        if not self._fresh:
+            self._decide()
+
+    def land(self) -> Landed:
+        """As in `SerialEngine`."""
+        draft, at = self._flying, self.position + self._fresh
+        drawn = [self.text[min(at + depth, self.ends)] for depth in (0, *draft.depths)]
         path = accepted(draft, drawn)
-        self.decided.extend(map(Step, self.text[at : at + len(path)]))
-        self.position, self.newest, self.verified = at + len(path), self.text[at + len(path)], True
+        ids = list(self.text[self.position : at + len(path)])
+        self.decided.extend(map(Step, ids[:-1]))
+        self.position, self.newest, self.verified = at + len(path) - 1, ids[-1], True
         self.left = self.ends - self.position - 1
         self.now += price(DEVICES["H200"], len(draft)) / 1e3
-        return path
+        return Landed(path, ids)
 
     def stop(self) -> Figures:
         """As in `Engine`."""

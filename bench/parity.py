@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 import mlx.core as mx
@@ -175,10 +176,14 @@ def modes(names: list[str], tokens: int, rounds: int, speculation: str) -> list[
 @click.option("--rounds", default=3, show_default=True, help="Times each prompt is answered by both.")
 @click.option("--modes", "asked", help="Two scheduler modes, by comma: compared with each other, not with mlx-lm.")
 @click.option("--speculation", default="off", show_default=True, help="Of the jobs of --modes: auto or off.")
-def main(tokens: int, rounds: int, asked: str | None, speculation: str) -> None:
+@click.option("--name", help="Of the results file.  [default: parity, or parity_modes]")
+@click.option("--device", default="", help="The GPU in words, where the workers have one.")
+def main(asked: str | None, name: str | None, device: str, **given: Any) -> None:
     """Measure and write bench/results/parity.json, or parity_modes.json."""
+    tokens, rounds = given["tokens"], given["rounds"]
     if asked:
-        write("parity_modes", modes(asked.split(","), tokens, rounds, speculation))
+        figures = modes(asked.split(","), tokens, rounds, given["speculation"])
+        write(name or "parity_modes", figures, device=device)
         return
     with tempfile.TemporaryDirectory(prefix="mtplx-") as folder:
         settings = mtplx.Settings.load({"run_dir": Path(folder)})
@@ -186,7 +191,7 @@ def main(tokens: int, rounds: int, asked: str | None, speculation: str) -> None:
         with service(settings) as client:
             compare(client, loaded, settings, 8, 1)
             figures = compare(client, loaded, settings, tokens, rounds)
-    write("parity", figures)
+    write(name or "parity", figures, device=device)
     mx.clear_cache()
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import nats
 from nats.js import JetStreamContext
 from nats.js.api import RetentionPolicy, StorageType, StreamConfig
-from queues import Acks, Load, check_held, wait_for
+from queues import Acks, Load, check_held
 
 ACK_S = 60.0
 # `port: -1` takes a free one and tells it in a file.
@@ -72,11 +73,11 @@ async def _publish(stream: JetStreamContext, body: bytes, acks: Acks) -> None:
 
 
 def _address(folder: Path) -> str:
-    found: list[Path] = []
     until = time.monotonic() + 20
-    while not found and time.monotonic() < until:
+    while time.monotonic() < until:
         time.sleep(0.01)
-        found = list(folder.glob("*.ports"))
-    if not found:
-        wait_for(folder / "nats-server.ports")
-    return str(json.loads(found[0].read_text())["nats"][0])
+        for ports in folder.glob("*.ports"):
+            # It may not be written to its end yet.
+            with suppress(ValueError):
+                return str(json.loads(ports.read_text())["nats"][0])
+    raise SystemExit(f"The NATS server did not say where it listens in 20 s; {folder / 'log'} says why.")

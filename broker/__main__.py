@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+
+# Before all that takes time: until the loop hears signals there is nothing to drain, and a stop ends with code 0.
+for _stop in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_stop) is not signal.SIG_IGN:
+        signal.signal(_stop, lambda *_: sys.exit(0))
+
 import gc
 import logging
 import os
@@ -13,15 +21,16 @@ from typing import Any, Final
 
 import click
 
+from broker import http
 from broker.back import Identity
 from broker.guard import check_keys
 from broker.journal_file import open_journal
-from broker.loop import Loop, Tracer, now
+from broker.loop import Loop, now
 from broker.machine import Machine
+from broker.telemetry import open_telemetry
 from mtplx import __version__
 from mtplx.cli.options import settings_options
-from mtplx.cli.program import run_program
-from mtplx.errors import SettingsError
+from mtplx.cli.program import MANAGERS, Program, run_program
 from mtplx.settings import Settings
 
 log = logging.getLogger("mtplx.broker")
@@ -47,16 +56,19 @@ def serve(settings: Settings, *, watch_stdin: bool = False) -> None:
     for sentence in settings.warnings():
         log.warning(sentence)
     identity = Identity(secrets.token_bytes(16), __version__, os.getpid(), now())
-    tracer = _tracer(settings, identity)
     with closing(open_journal(settings.state_folder, settings.durability)) as journal:
-        machine = Machine(
-            settings, identity, lambda: secrets.randbits(64), journal=journal, keep_moments=tracer is not None
+        machine = Machine(settings, identity, lambda: secrets.randbits(64), journal=journal)
+        gate = machine.jobs.gate
+        telemetry = open_telemetry(
+            settings, identity, lambda: len(gate.line), exposed=settings.http_place is not None
         )
+        gate.keep(moments=telemetry is not None, prompts=settings.trace_prompts)
         machine.restore(now())
-        loop = Loop(settings, machine, tracer, watch_stdin=watch_stdin)
+        loop = Loop(settings, machine, telemetry, watch_stdin=watch_stdin)
         try:
             loop.bind()
-            loop.run()
+            with http.serving(settings, machine, telemetry.metrics if telemetry else None) as window:
+                loop.run(window)
         finally:
             loop.close()
 
@@ -68,28 +80,15 @@ def _allow_many_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _tracer(settings: Settings, identity: Identity) -> Tracer | None:
-    if settings.trace_file is None and not settings.otlp_endpoint:
-        return None
-    try:
-        # An optional extra: without tracing the broker runs without it.
-        from broker import tracing  # noqa: PLC0415
-    except ImportError as error:
-        raise SettingsError("Tracing needs the extra: pip install 'mtplx-line[otlp]'.") from error
-    try:
-        exporters = tracing.exporters(settings.trace_file, settings.otlp_endpoint)
-    except (OSError, ValueError) as error:
-        where = f"--trace-file {settings.trace_file}" if isinstance(error, OSError) else "--otlp-endpoint"
-        raise SettingsError(f"Spans cannot be written to {where}: {error}.") from error
-    return tracing.SpanTracer(exporters, version=identity.version, boot_id=identity.boot_id)
-
-
-@click.command()
+@click.command("mtplx-broker", cls=Program)
 @click.option("--exit-with-stdin", is_flag=True, hidden=True, help="Stop when stdin ends.")
+@click.option(
+    "--service", type=click.Choice(MANAGERS), help="Which service manager starts this, in a service file."
+)
 @settings_options
-def main(exit_with_stdin: bool, **flags: Any) -> None:
+def main(exit_with_stdin: bool, service: str | None, **flags: Any) -> None:
     """The mtplx broker: one line, one slot, one worker."""
-    run_program("mtplx-broker", partial(serve, watch_stdin=exit_with_stdin), flags)
+    run_program("mtplx-broker", partial(serve, watch_stdin=exit_with_stdin), flags, service=service)
 
 
 if __name__ == "__main__":

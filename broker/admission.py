@@ -6,6 +6,7 @@ else in mtplx does.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,16 +14,25 @@ from math import ceil
 from typing import Any, Final
 
 from broker.moves import Move, Phase
+from broker.recent import Recent
 from broker.record import Now, Record
 from broker.words import POISON, clocked
-from mtplx.errors import BusyError
+from mtplx.errors import CODES, BusyError
 from mtplx.job import Job
+from mtplx.logs import of_job
 from mtplx.messages import Done
+
+log = logging.getLogger("mtplx.broker")
 
 # Waits and runs of the last jobs that health summarises.
 WINDOW: Final = 1000
 Key = tuple[str, bytes]
+# What a log line says of a moment.
+LOGGED: Final = ("attempt", "model", "outcome", "reason", "code", "tokens")
 DEFAULT_RETRY_MS: Final = 1000
+# Characters of a prompt or an answer that are kept for spans, which wait in memory.
+PROMPT_CHARS: Final = 16_384
+PROMPTS: Final = 64
 # Widths as the worker spells them; no forward has more rows.
 WIDTHS: Final = {str(width): width for width in range(1, 1025)}
 
@@ -40,7 +50,7 @@ class Moment:
 class Gate:
     """The line, the slot, and their books."""
 
-    def __init__(self, max_jobs: int, max_bytes: int, *, keep_moments: bool = False) -> None:
+    def __init__(self, max_jobs: int, max_bytes: int) -> None:
         self.max_jobs = max_jobs
         self.max_bytes = max_bytes
         self.line: OrderedDict[Key, Record] = OrderedDict()
@@ -57,8 +67,13 @@ class Gate:
         self.run_s: deque[float] = deque(maxlen=WINDOW)
         self.widths: Counter[str] = Counter()
         self.rows = Counter[str]()
-        self.keep_moments = keep_moments
+        self.recent = Recent()
+        self.keep_moments = self.keep_prompts = False
         self._moments: list[Moment] = []
+
+    def keep(self, *, moments: bool, prompts: bool) -> None:
+        """Keep moments from now on, for spans and metrics, with or without what was asked and answered."""
+        self.keep_moments, self.keep_prompts = moments, moments and prompts
 
     def refusal(self, size: int, open_here: int, client_jobs: int) -> BusyError | None:
         """Why a job of *size* bytes cannot wait now; None where it can.
@@ -96,9 +111,13 @@ class Gate:
         """Put *record* at the end of the line, and begin its spans if its *job* is given."""
         self.line[record.key] = record
         self.line_bytes += record.size
+        log.info("waiting as number %d, %d in line", record.admit_seq, len(self.line), extra=of_job(record.id))
         if job is not None and self.keep_moments:
-            place = {"seq": record.admit_seq, "depth": len(self.line), "headers": record.headers}
-            self.note("admitted", record.key, record.admitted, restored=record.restored, **place, **_request(job))
+            place: dict[str, Any] = {"seq": record.admit_seq, "depth": len(self.line), "headers": record.headers}
+            if self.keep_prompts:
+                place["messages"] = _messages(job)
+            asked = {"seed": record.seed, "restored": record.restored, **_request(job)}
+            self.note("admitted", record.key, record.admitted, **place, **asked)
 
     def kick(self, record: Record, job: Job | None) -> None:
         """Put a buried *record* at the end of the line."""
@@ -130,7 +149,8 @@ class Gate:
             # One that ended in the turn in which it came was counted at its end.
             self.admitted_total -= 1
             record.move(Move.END)
-        self.note("ended", record.key, now, outcome="refused", error="E_JOURNAL", tokens=0, chunks=0, timings={})
+        told = {"tokens": 0, "chunks": 0, "timings": {}, "took_s": now.mono - record.admitted.mono}
+        self.note("ended", record.key, now, outcome="refused", error="E_JOURNAL", **told)
 
     def first(self) -> Record | None:
         """The job whose turn is next; None while one runs or nobody waits."""
@@ -138,18 +158,19 @@ class Gate:
             return None
         return next(iter(self.line.values()))
 
-    def dispatch(self, record: Record, model: str, now: Now) -> None:
-        """Move the first of the line into the slot, to run on *model*."""
+    def dispatch(self, record: Record, model: str, stage: str, now: Now) -> None:
+        """Move the first of the line into the slot, to run on *model*, whose worker is at *stage*."""
         if self.slot is not None or self.first() is not record:
             raise AssertionError("the slot is taken, or the job is not first")
         assert record.run is not None
-        attempt = record.run.attempt
+        run = {"model": model, "stage": stage, "attempt": record.run.attempt, "behind": record.run.behind}
         record.move(Move.DISPATCH)
         self._leave_line(record)
         self.slot = record
         if record.first_run == record.run.started:
             self.queue_wait_s.append(now.mono - record.admitted.mono)
-        self.note("dispatched", record.key, now, model=model, attempt=attempt)
+            self.recent.began(now.mono - record.admitted.mono, now)
+        self.note("dispatched", record.key, now, **run)
 
     def end(self, record: Record, now: Now, outcome: str, attributes: dict[str, Any]) -> None:
         """Count the end of *record*, waiting or running, and free its place."""
@@ -166,7 +187,11 @@ class Gate:
             self.abandoned_before_start_total += 1
         else:
             self.failed_total += 1
-        self.note("ended", record.key, now, outcome=outcome, **attributes)
+        self.recent.ended(record, now)
+        took: dict[str, Any] = {"took_s": now.mono - record.admitted.mono}
+        if self.keep_prompts and record.answer is not None:
+            took["text"] = record.answer.text()[:PROMPT_CHARS]
+        self.note("ended", record.key, now, outcome=outcome, **attributes, **took)
 
     def _leave_slot(self, record: Record, now: Now) -> None:
         if self.slot is not record:
@@ -194,10 +219,14 @@ class Gate:
     def refused(self, job_id: bytes, now: Now, code: str, headers: dict[str, str] | None) -> None:
         """Count a refusal."""
         self.refused_total += 1
+        self.recent.fault("refusal", code, CODES[code].meaning, now)
         self.note("refused", ("", job_id), now, code=code, headers=headers)
 
     def note(self, what: str, job: Key, now: Now, **attributes: Any) -> None:
-        """Keep a moment for the spans, if anybody wants spans."""
+        """Log a moment, and keep it for the spans, if anybody wants spans."""
+        if what != "admitted" and log.isEnabledFor(logging.INFO):
+            about = (f"{name}={attributes[name]}" for name in LOGGED if name in attributes)
+            log.info("%s", " ".join((what, *about)), extra=of_job(job[1]))
         if self.keep_moments:
             self._moments.append(Moment(what, job, now.wall_ns, attributes))
 
@@ -249,6 +278,14 @@ class Gate:
         if not self.run_s:
             return DEFAULT_RETRY_MS
         return max(1, round(1000 * sum(self.run_s) / len(self.run_s)))
+
+
+def _messages(job: Job) -> list[dict[str, str]]:
+    """What was asked, as role and content; token ids as their number."""
+    if job.messages is not None:
+        return [{"role": one["role"], "content": one["content"][:PROMPT_CHARS]} for one in job.messages[-PROMPTS:]]
+    text = job.prompt[:PROMPT_CHARS] if job.prompt is not None else f"({len(job.token_ids or ())} token ids)"
+    return [{"role": "user", "content": text}]
 
 
 def _request(job: Job) -> dict[str, Any]:

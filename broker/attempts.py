@@ -30,7 +30,9 @@ def begin(record: Record, ready: Ready, lease: int, now: Now) -> Run:
     run = Run(lease, record.attempts + 1, now, ready.model, record.tokens, record.barren)
     record.attempts += 1
     record.barren += 1
-    alike = record.build_hash == ready.build_hash and ready.info.get("row_invariant") is not False
+    # What is not known is not alike.
+    known = all((record.model_hash, ready.model_hash, record.build_hash, ready.build_hash))
+    alike = known and record.build_hash == ready.build_hash and ready.info.get("row_invariant") is not False
     if record.tokens == 0:
         record.model_hash = ready.model_hash
     elif not alike:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from broker.record import Answer, Now, Piece, Record
 from mtplx import messages as m
 from mtplx.errors import CODES, WireError
 from mtplx.job import MAX_INT, ModelLimits
+
+log = logging.getLogger("mtplx.broker")
 
 OF_A_JOB: Final = (m.WorkerChunk, m.Final, m.Fail)
 FINISH_REASONS: Final = ("stop", "length", "cancelled")
@@ -100,8 +103,8 @@ class Back:
         record = self._jobs.gate.slot
         unsent = [message, *(waiting for _, waiting in self.outgoing)]
         if record is not None and any(isinstance(one, m.Run) and one.lease == self._lease for one in unsent):
-            # A worker that never got the job did not fail on it.
-            record.handing_back = True
+            # A worker that never got the job did not fail on it. One that is to end does not come back for that.
+            record.handing_back |= record.phase is Phase.RUNNING
         self.lose("exited", now)
 
     def lose(self, reason: str, now: Now) -> None:
@@ -110,9 +113,12 @@ class Back:
             return
         if reason in HANGING:
             self.condemned.append(self.worker.ready)
+        log.log(logging.INFO if reason == "left" else logging.WARNING, "%s", LOSSES[reason])
         self.lost_process = ""
         self.last_loss, self.lost_pid, self.worker = reason, self.worker.ready.pid, None
         self._jobs.counters[f"worker_{reason}"] += 1
+        if reason != "left":
+            self._jobs.gate.recent.fault("worker", reason, f"{LOSSES[reason].capitalize()}.", now)
         record = self._jobs.gate.slot
         if record is not None:
             self._attempt_ended(record, reason, now)
@@ -151,7 +157,7 @@ class Back:
         self._lease += 1
         run = attempts.begin(record, worker.ready, self._lease, now)
         self._jobs.journal.attempt(record)
-        self._jobs.gate.dispatch(record, run.model, now)
+        self._jobs.gate.dispatch(record, run.model, worker.ready.stage, now)
         worker.progress_at = now.mono
         worker.phase, worker.done, worker.total = "prefill", 0, 0
         if record.answer is not None:

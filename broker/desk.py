@@ -10,7 +10,6 @@ from broker.commits import Commits
 from broker.jobs import Jobs
 from broker.moves import Phase
 from broker.record import Now, Record
-from broker.timers import Timers
 from mtplx import messages as m
 from mtplx.errors import JobError, JournalError, WireError
 
@@ -18,23 +17,24 @@ from mtplx.errors import JobError, JournalError, WireError
 class Desk:
     """Answers STATUS, KICK and DELETE."""
 
-    def __init__(self, jobs: Jobs, back: Back, commits: Commits, timers: Timers, identity: Identity) -> None:
+    def __init__(self, jobs: Jobs, back: Back, commits: Commits, identity: Identity) -> None:
         self._jobs = jobs
         self._back = back
         self._commits = commits
-        self._timers = timers
         self._identity = identity
 
-    def report(self, now: Now, *, draining: bool) -> dict[str, Any]:
-        """The health report."""
+    def report(self, now: Now, *, draining: bool, http: str) -> dict[str, Any]:
+        """The health report. *http*: where the page is; empty where there is none."""
         found = health.report(self._jobs, self._back, self._identity, now, draining=draining)
-        return {**found, "journal": self._commits.state()}
+        found["broker"]["http"] = http
+        found["journal"] = self._commits.state()
+        return {"service": health.service(self._back, found), **found}
 
     def status(self, record: Record, *, whole: bool) -> m.StatusReply:
         """The state of *record*; with *whole* also what it asks and its answer."""
         return m.StatusReply((health.job_whole if whole else health.job_status)(self._jobs, record))
 
-    def kick(self, record: Record, now: Now) -> m.StatusReply | m.Error:
+    def kick(self, record: Record) -> m.StatusReply | m.Error:
         """Put a buried *record* at the end of the line."""
         if record.phase is not Phase.BURIED or record.unread:
             return _in_no_state(record, "Only a buried job is kicked")
@@ -46,7 +46,6 @@ class Desk:
                 fault = JobError(f"The job cannot be read: {error}", code="E_JOURNAL")
         if fault is not None:
             return words.error(fault, record.id)
-        self._timers.set_limits(record, now)
         return self.status(record, whole=False)
 
     def delete(self, record: Record) -> m.StatusReply | m.Error:

@@ -15,9 +15,10 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from broker.access import Door, KeyDoor, KeyList, Line, OpenDoor, Peer, UserDoor, own_uid
+from mtplx.endpoints import leaves_machine
 from mtplx.errors import SettingsError
 from mtplx.keys import KeyPair, broker_pair, key_folder
-from mtplx.settings import Settings, leaves_machine
+from mtplx.settings import Settings
 
 log = logging.getLogger("mtplx.broker")
 

@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Any, Final
 
 from broker import delivery, words
-from broker.back import Back, Identity
+from broker.back import LOSSES, Back, Identity
 from broker.jobs import Jobs
 from broker.moves import Phase
 from broker.record import Now, Record
@@ -19,14 +19,18 @@ from mtplx.wire import unpack_body
 MAX_LISTED: Final = 200
 # Characters of an answer shown at most; a job beside it still fits a frame.
 MAX_SHOWN_TEXT: Final = 1024**2
+# Jobs of the line that health tells one by one.
+MAX_FIRST: Final = 20
 
 
 def report(jobs: Jobs, back: Back, identity: Identity, now: Now, *, draining: bool) -> dict[str, Any]:
-    """The whole health report."""
+    """The health report. Jobs are told by their number, never by id or owner: everybody may read it."""
     gate, settings = jobs.gate, jobs.settings
     return {
+        "at": now.wall_ns / 1e9,
         "scheduler": _scheduler(jobs, back),
         "worker": _worker(back, now),
+        "running": _running(jobs, back, now),
         "line": {
             "depth": len(gate.line),
             "bytes": gate.line_bytes,
@@ -38,7 +42,10 @@ def report(jobs: Jobs, back: Back, identity: Identity, now: Now, *, draining: bo
             "failed_total": gate.failed_total,
             "returned_total": gate.returned_total,
             "requeued_total": gate.requeued_total,
+            "abandoned_before_start_total": gate.abandoned_before_start_total,
+            "first": [_waiting(record, now) for record in islice(gate.line.values(), MAX_FIRST)],
         },
+        "recent": gate.recent.report(now),
         "broker": {
             "version": identity.version,
             "boot_id": identity.boot_id.hex(),
@@ -48,6 +55,43 @@ def report(jobs: Jobs, back: Back, identity: Identity, now: Now, *, draining: bo
         },
         "counters": dict(jobs.counters),
     }
+
+
+def service(back: Back, found: dict[str, Any]) -> dict[str, Any]:
+    """Whether a job that is submitted now could run, and if not, why. *found*: the rest of health."""
+    why = ""
+    if found["broker"]["draining"]:
+        why = "The broker is stopping."
+    elif back.worker is None:
+        lost = f": {LOSSES[back.last_loss]}" if back.last_loss else ""
+        why = f"No worker is connected{lost}."
+    elif back.worker.leaving:
+        why = "The worker is leaving."
+    elif found["journal"]["state"] == "failing" or back.held_up:
+        why = f"The journal cannot be written: {found['journal'].get('error') or 'too much waits for it'}"
+    return {"able": not why, "why": why}
+
+
+def _running(jobs: Jobs, back: Back, now: Now) -> dict[str, Any] | None:
+    record = jobs.gate.slot
+    if record is None or record.run is None:
+        return None
+    progress = back.progress_of(record, 0)
+    return {
+        "admit_seq": record.admit_seq,
+        "attempt": record.run.attempt,
+        "phase": "cancelling" if record.phase is Phase.CANCELLING else progress.phase,
+        "done": progress.done,
+        "total": progress.total,
+        "tokens": record.tokens,
+        "tokens_per_s": jobs.gate.recent.speed(record, now),
+        "run_s": now.mono - record.run.started.mono,
+    }
+
+
+def _waiting(record: Record, now: Now) -> dict[str, Any]:
+    waited = {"admit_seq": record.admit_seq, "waited_s": now.mono - record.admitted.mono, "bytes": record.size}
+    return {**waited, "attempts": record.attempts, "tokens": record.tokens}
 
 
 def job_status(jobs: Jobs, record: Record, position: int | None = None) -> dict[str, Any]:

@@ -35,7 +35,8 @@ class Jobs:
     def __init__(self, settings: Settings, journal: Journal, *, keep_moments: bool) -> None:
         self.settings = settings
         self.journal = journal
-        self.gate = Gate(settings.queue_jobs, settings.queue_bytes, keep_moments=keep_moments)
+        self.gate = Gate(settings.queue_jobs, settings.queue_bytes)
+        self.gate.keep(moments=keep_moments, prompts=settings.trace_prompts)
         self.outboxes = Outboxes(journal)
         self.counters: Counter[str] = Counter()
         self.memory_bytes = MEMORY_BYTES
@@ -130,6 +131,8 @@ class Jobs:
     def kick(self, record: Record) -> None:
         """Put a buried *record* at the end of the line, under a new number and with all its attempts.
 
+        A person wants it run: its time limits count no more, and it ends whether its producer is there or not.
+
         Raises:
             JournalError: its answer cannot be read; nothing has changed.
         """
@@ -139,8 +142,12 @@ class Jobs:
         record.admit_seq = self.next_seq
         self.next_seq += 1
         record.attempts = record.barren = 0
+        record.ttl_ns = record.deadline_ns = None
+        record.finish = True
         record.last_word = record.ended = None
-        record.reading.last_word_sent = False
+        # Whoever read it has heard its last word, and hears no other.
+        self.outboxes.detach(record)
+        record.reading = Reading(None, None)
         self.gate.kick(record, self._job_for_spans(record))
         self.journal.kicked(record)
 

@@ -84,7 +84,7 @@ class Journal(Protocol):
         """*record* has its last word. Its body is dropped, unless it is buried."""
 
     def kicked(self, record: Record) -> None:
-        """A buried *record* is in the line again: it has a new number, no last word and no attempts.
+        """A buried *record* is in the line again: it has a new number, no last word, attempts or time limits.
 
         Its rows under the former number go, and its answer so far comes with it: no `forgotten` is needed.
         """

@@ -24,6 +24,8 @@ from mtplx.paths import private_folder
 # Frames of the log (a page each) after which they are moved into the file, and bytes it may keep beyond them.
 CHECKPOINT_FRAMES: Final = 1000
 LOG_BYTES: Final = 16 * 1024**2
+# Frames that the log has room for from the start; when it is moved is an estimate.
+ROOM_FRAMES: Final = CHECKPOINT_FRAMES * 5 // 4
 _PAGE_CACHE_KIB: Final = 8192
 # For an estimate of the frames: a turn that writes a token touches the page of pieces, one with jobs some more.
 _FRAMES_A_COMMIT: Final = 2
@@ -54,9 +56,13 @@ def hold(folder: Path) -> int:
     return lock.take(folder / "journal.lock", busy)
 
 
-def _size(*columns: bytes) -> int:
-    """About what a row of these takes in memory."""
-    return rows.ROW_BYTES + sum(map(len, columns))
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells the file at *path* from any other; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 class JournalFile:
@@ -81,7 +87,9 @@ class JournalFile:
                     raise self._broken(f"its file system takes no log: {mode.decode()}")
                 self._db.execute(f"PRAGMA journal_size_limit={LOG_BYTES}").close()
                 self._db.execute(f"PRAGMA cache_size=-{_PAGE_CACHE_KIB}").close()
+                journal_open.grow_log(self._db, ROOM_FRAMES)
                 self._meta = journal_open.read_meta(self._db)
+                self._files = {one: _identity(one) for one in (path, journal_open.log_of(path))}
             except (OSError, sqlite3.Error) as error:
                 raise self._broken(error) from error
             undo.pop_all()
@@ -124,7 +132,7 @@ class JournalFile:
         seq = record.admit_seq
         self._drop_job(seq)
         self._jobs[seq] = row = rows.job_row(record, body)
-        self._bytes += _size(row[1], row[2])
+        self._bytes += rows.size_of(row[1], row[2])
         if seq >= self._next:
             self._next = seq + 1
 
@@ -136,13 +144,13 @@ class JournalFile:
     def _state(self, seq: int, state: rows.State) -> None:
         self._drop_state(seq)
         self._states[seq] = row = rows.state_row(seq, state)
-        self._bytes += _size(row[1])
+        self._bytes += rows.size_of(row[1])
 
     def piece(self, record: Record, piece: Piece) -> None:
         """As in `Journal`."""
         row = rows.piece_row(record.admit_seq, piece)
         self._pieces.append(row)
-        self._bytes += _size(row[2])
+        self._bytes += rows.size_of(row[2])
 
     def ended(self, record: Record) -> None:
         """As in `Journal`."""
@@ -197,17 +205,17 @@ class JournalFile:
         self._drop_job(seq)
         self._drop_state(seq)
         if any(row[0] == seq for row in self._pieces):
-            self._bytes -= sum(_size(row[2]) for row in self._pieces if row[0] == seq)
+            self._bytes -= sum(rows.size_of(row[2]) for row in self._pieces if row[0] == seq)
             self._pieces = [row for row in self._pieces if row[0] != seq]
 
     def _drop_job(self, seq: int) -> None:
         if seq in self._jobs:
             row = self._jobs.pop(seq)
-            self._bytes -= _size(row[1], row[2])
+            self._bytes -= rows.size_of(row[1], row[2])
 
     def _drop_state(self, seq: int) -> None:
         if seq in self._states:
-            self._bytes -= _size(self._states.pop(seq)[1])
+            self._bytes -= rows.size_of(self._states.pop(seq)[1])
 
     @property
     def pending(self) -> bool:
@@ -227,6 +235,12 @@ class JournalFile:
         """As in `Journal`."""
         if not self.pending:
             return
+        # SQLite would write on into files that have lost their names, and are gone with the process.
+        if any(_identity(one) != identity for one, identity in self._files.items()):
+            raise JournalError(
+                f"The journal {self._path} was moved away or replaced while the broker ran; put it back, or start "
+                "the broker anew."
+            )
         # What is moved into the file must be within what the mark vouches for, so a flushed commit comes first.
         full = self._frames >= CHECKPOINT_FRAMES
         flush = full or (self._flushes and bool(self._urgent))

@@ -12,7 +12,7 @@ import secrets
 import sqlite3
 import struct
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 from zlib import crc32
@@ -101,6 +101,24 @@ def begin(made: Path, page_bytes: int = PAGE_BYTES) -> None:
         connection.execute("INSERT INTO meta VALUES (?, ?, ?)", rows.meta_row(meta))
         connection.execute("COMMIT")
         connection.execute("PRAGMA journal_mode=WAL")
+
+
+def grow_log(connection: sqlite3.Connection, frames: int) -> None:
+    """Give the log room for *frames*, in a transaction that is taken back; where there is none it stays short.
+
+    A flush of a file that grows writes its new size too, which takes several times as long.
+    """
+    with suppress(sqlite3.Error):
+        (cached,) = connection.execute("PRAGMA cache_size").fetchone()
+        connection.execute("PRAGMA cache_size=10").close()
+        connection.execute("BEGIN IMMEDIATE").close()
+        try:
+            # Pages that the cache cannot hold go to the log before there is a commit.
+            connection.execute("CREATE TABLE filler (data BLOB)").close()
+            connection.execute("INSERT INTO filler VALUES (zeroblob(?))", (frames * PAGE_BYTES,)).close()
+        finally:
+            connection.execute("ROLLBACK").close()
+            connection.execute(f"PRAGMA cache_size={cached}").close()
 
 
 def sync_folder(folder: Path) -> None:

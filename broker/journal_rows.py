@@ -265,3 +265,8 @@ class _Ahead:
             raise DamagedError(f"job {row[0]}, which is missing")
         self.next = next(self._rows, None)
         return row
+
+
+def size_of(*columns: bytes) -> int:
+    """About what a row of these takes in memory, in bytes."""
+    return ROW_BYTES + sum(map(len, columns))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from mtplx.errors import LockedError, SettingsError
@@ -28,6 +29,8 @@ def take(path: Path, busy: str) -> int:
         holder = os.read(lock, 32).decode(errors="replace").strip() or "unknown"
         os.close(lock)
         raise LockedError(busy.replace("{holder}", holder)) from None
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, str(os.getpid()).encode(), 0)
+    # On a full disk the lock counts, although nobody can learn whose it is.
+    with suppress(OSError):
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
     return lock

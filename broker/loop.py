@@ -6,23 +6,25 @@ One turn: receive what is there, let the machine decide, send what it says, then
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import socket as sockets
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Final, Protocol
+from typing import Final
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from broker import endpoints, processes, words
 from broker.access import Peer, named_by_itself
-from broker.admission import Moment
 from broker.guard import Guard
+from broker.http import Window
 from broker.machine import Machine
 from broker.record import Now
+from broker.telemetry import Telemetry
 from mtplx import messages as m
 from mtplx.errors import ProtocolError
 from mtplx.settings import Settings
@@ -56,19 +58,6 @@ MORE_FOLLOWS: Final = int(zmq.SNDMORE)
 SEND: Final = zmq.backend.Socket.send
 
 
-class Tracer(Protocol):
-    """Where the gate's moments go."""
-
-    def record(self, moments: list[Moment]) -> None:
-        """Build spans; must not block."""
-
-    def lost(self) -> dict[str, int]:
-        """Counts of spans that did not arrive, for health."""
-
-    def close(self) -> None:
-        """Flush within a bounded time."""
-
-
 def now() -> Now:
     """The time, as the machine wants it."""
     return Now(time.monotonic(), time.time_ns())
@@ -89,12 +78,13 @@ class Loop:
     """Runs a machine on two ROUTER sockets until it is told to stop and has drained."""
 
     def __init__(
-        self, settings: Settings, machine: Machine, tracer: Tracer | None, *, watch_stdin: bool = False
+        self, settings: Settings, machine: Machine, telemetry: Telemetry | None, *, watch_stdin: bool = False
     ) -> None:
         self._settings = settings
+        self._front_encrypted = settings.encrypted("front")
         self._watch_stdin = watch_stdin
         self._machine = machine
-        self._tracer = tracer
+        self._telemetry = telemetry
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._guard = Guard(settings, self._context, machine.jobs.counters)
         self._front = endpoints.router(self._context, endpoints.FRONT_RECEIVE_MESSAGES)
@@ -105,6 +95,7 @@ class Loop:
         self._probe_at: float | None = None
         self._failed_turns = 0
         self._stop_signals = 0
+        self._window: Window | None = None
 
     def bind(self) -> None:
         """Take both endpoints; raises LockedError where another broker has them."""
@@ -116,8 +107,9 @@ class Loop:
             self._guard.secure(socket, side)
             endpoints.bind(socket, endpoint)
 
-    def run(self) -> None:
-        """Serve until SIGTERM or SIGINT, then drain; a second signal ends the drain."""
+    def run(self, window: Window | None = None) -> None:
+        """Serve, and show it in *window*, until SIGTERM or SIGINT; then drain, until a second signal."""
+        self._window = window
         self._watch_signals()
         poller = zmq.Poller()
         if self._watch_stdin:
@@ -133,6 +125,7 @@ class Loop:
             self._turn(ready)
         unread = len(self._machine.jobs.outboxes.clients)
         self._machine.commits.commit_at_last(now())
+        self._trace(idle=True)
         if unread:
             log.warning("stopped; %d producers have not read all that was theirs", unread)
         else:
@@ -146,15 +139,15 @@ class Loop:
         self._back.close()
         self._guard.close()
         self._context.term()
-        if self._tracer is not None:
-            self._tracer.close()
+        if self._telemetry is not None:
+            self._telemetry.close()
         endpoints.release(self._locks)
         self._wake_reader.close()
         self._wake_writer.close()
 
     # --- one turn
 
-    def _turn(self, ready: Container[object]) -> None:
+    def _turn(self, ready: Mapping[object, int]) -> None:
         # Finding out that a socket has nothing costs as much as a message: only those with something are asked.
         if self._wake_reader.fileno() in ready:
             self._heed_signals()
@@ -173,7 +166,7 @@ class Loop:
             # What a worker said last before it was found gone.
             if self._guarded(self._machine.commits.commit):
                 self._send_to_clients()
-        self._trace()
+        self._trace(idle=not ready)
 
     def _guarded(self, act: Callable[[Now], None]) -> bool:
         """Whether *act* could be done."""
@@ -199,16 +192,16 @@ class Loop:
                 log.exception("worker process %d could not be ended", ready.pid)
                 back.lost_process = "left alone: it could not be looked at; the broker's log says more"
 
-    def _trace(self) -> None:
-        if self._tracer is None:
-            return
+    def _trace(self, *, idle: bool) -> None:
         try:
-            self._tracer.record(self._machine.jobs.gate.take_moments())
-            for name, count in self._tracer.lost().items():
-                self._machine.jobs.counters[name] = count
+            if self._window is not None:
+                self._window.publish(self._machine.report, now())
+            if self._telemetry is not None:
+                self._telemetry.take(self._machine.jobs.gate.take_moments(), idle=idle)
+                self._machine.jobs.counters.update(self._telemetry.newly_lost())
         except Exception:
             # Telemetry can never hurt a job.
-            log.exception("spans could not be built")
+            log.exception("spans could not be built, or health not shown")
             self._machine.jobs.counters["trace_errors"] += 1
 
     def _receive(self, socket: zmq.Socket[bytes], handle: Callable[[bytes, list[bytes], Peer], None]) -> bool:
@@ -238,7 +231,7 @@ class Loop:
 
     def _on_client_frames(self, route: bytes, frames: list[bytes], peer: Peer) -> None:
         try:
-            if self._settings.encrypted("front") and named_by_itself(route):
+            if self._front_encrypted and named_by_itself(route):
                 raise ProtocolError(NO_ROUTING_ID, field="routing_id")
             message = decode(frames, m.FROM_CLIENT)
         except ProtocolError as error:
@@ -362,12 +355,15 @@ class Loop:
     # --- time and signals
 
     def _timeout_ms(self) -> int:
-        wakes = [self._machine.next_wake(), self._guard.next_look()]
+        shown = self._window.next() if self._window is not None else math.inf
+        wakes = [self._machine.next_wake(), self._guard.next_look(), shown]
         at = time.monotonic()
         if self._machine.back.outgoing:
             wakes.append(at + RETRY_S)
         if self._probe_at is not None:
             wakes.append(self._probe_at)
+        if self._telemetry is not None:
+            wakes.append(at + self._telemetry.wake_s())
         # Round up: waking a moment early would spin.
         return max(0, int((min(wakes) - at) * 1000) + 1) if min(wakes) > at else 0
 

@@ -50,6 +50,8 @@ class Machine:
     ) -> None:
         self.settings = settings
         self.identity = identity
+        # Where a browser finds this broker, for health; empty where there is no HTTP port.
+        self.http = ""
         self.journal = NoJournal() if journal is None else journal
         self.jobs = Jobs(settings, self.journal, keep_moments=keep_moments)
         self.back = Back(self.jobs, identity)
@@ -59,7 +61,7 @@ class Machine:
         # Who said the message that is being handled.
         self._peer = NO_PEER
         self._timers = Timers()
-        self._desk = Desk(self.jobs, self.back, self.commits, self._timers, identity)
+        self._desk = Desk(self.jobs, self.back, self.commits, identity)
         self._next_beat = identity.started.mono + settings.beat_s
         self._last_turn = identity.started.mono
         self._handlers: dict[type[m.Message], Callable[[bytes, Any, Now], None]] = {
@@ -238,10 +240,10 @@ class Machine:
         if record is not None:
             self.jobs.acknowledge(record)
 
-    def _kick(self, route: bytes, message: m.Kick, now: Now) -> None:
+    def _kick(self, route: bytes, message: m.Kick, _now: Now) -> None:
         record = self._known(route, message.id, anyones=True)
         if record is not None:
-            self.jobs.tell(route, self._desk.kick(record, now))
+            self.jobs.tell(route, self._desk.kick(record))
 
     def _delete(self, route: bytes, message: m.Delete, _now: Now) -> None:
         record = self._known(route, message.id, anyones=True)
@@ -304,12 +306,14 @@ class Machine:
             self.jobs.counters["flooders_dropped"] += 1
             self.on_client_gone(self.jobs.flooders.popitem()[0], now)
         self.back.check_liveness(now)
-        for kind, record in self._timers.due(now.mono):
+        self._timers.heed_clock(self.jobs, now)
+        for kind, record in self._timers.due(now):
             self._ring(kind, record, now)
         self.jobs.expire(now)
         if now.mono >= self._next_beat:
             self._next_beat = now.mono + self.settings.beat_s
             self._beat()
+            self.jobs.gate.recent.sample(self.jobs.gate.slot, now)
             # Some may have been read to their end since.
             self.jobs.trim(now)
         if self.draining:
@@ -330,7 +334,9 @@ class Machine:
         self.back.pardon(now)
         for record in self.jobs:
             if not record.over and record.reading.route is None and not record.finish:
-                self._timers.await_return(record, now, self.settings.orphan_s)
+                # After a restart there may have been more time left than that.
+                left = record.orphan_until - self._last_turn
+                self._timers.await_return(record, now, max(self.settings.orphan_s, left))
 
     def _ring(self, kind: str, record: Record, now: Now) -> None:
         if kind == "ttl" and (record.phase is not Phase.WAITING or record.begun):
@@ -383,7 +389,7 @@ class Machine:
 
     def report(self, now: Now) -> dict[str, Any]:
         """The health report."""
-        return self._desk.report(now, draining=self.draining)
+        return self._desk.report(now, draining=self.draining, http=self.http)
 
     def _known(self, route: bytes, job_id: bytes, *, anyones: bool = False) -> Record | None:
         """The job that this peer calls *job_id*, or where *anyones* serves an operator finds; else it is told."""

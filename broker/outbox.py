@@ -18,9 +18,11 @@ from broker.record import Record
 from mtplx.messages import Admitted, Chunk, Error, Message, Progress, Started, StatusReply
 
 # A client that lets replies of this weight pile up floods without reading; its queue is dropped. A plain reply
-# weighs 1, a few hundred bytes; a health report weighs REPORT_WEIGHT, and 1 more for each job it lists.
+# weighs 1, a few hundred bytes; a health report weighs REPORT_WEIGHT, and 1 more for each job it lists, or for so
+# many bytes of a job that is shown whole.
 MAX_REPLIES: Final = 20_000
 REPORT_WEIGHT: Final = 20
+BYTES_A_REPLY: Final = 1024
 # A full pipe is tried again after RETRY_S, then ever later: each try packs up to MAX_CHUNK_TOKENS anew.
 RETRY_S: Final = 0.01
 MAX_RETRY_S: Final = 1.0
@@ -218,6 +220,8 @@ class Outboxes:
 
 
 def _weight(message: Message) -> int:
-    if isinstance(message, StatusReply):
-        return REPORT_WEIGHT + len(message.status.get("jobs", ()))
-    return 1
+    if not isinstance(message, StatusReply):
+        return 1
+    status = message.status
+    shown = len(status.get("text", "")) + (status["bytes"] if "job" in status else 0)
+    return REPORT_WEIGHT + len(status.get("jobs", ())) + shown // BYTES_A_REPLY

@@ -50,10 +50,8 @@ def _is_worker(program: str) -> bool:
 
 def _kill(ready: Ready) -> bool:
     """Kill by a handle where the system has such: an id may be another process's by now."""
-    handle = None
+    handle = _handle(ready.pid)
     try:
-        if hasattr(os, "pidfd_open"):
-            handle = os.pidfd_open(ready.pid)
         now = look(ready.pid)
         if now is None or now.born != ready.born:
             return False
@@ -67,3 +65,11 @@ def _kill(ready: Ready) -> bool:
         if handle is not None:
             os.close(handle)
     return True
+
+
+def _handle(pid: int) -> int | None:
+    """A handle of the process; None where there are no such things, or a sandbox lets nobody have one."""
+    try:
+        return os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
+    except OSError:
+        return None

@@ -58,7 +58,7 @@ def record_of(stored: Stored, now: Now) -> Record:
         digest=stored.digest,
         seed=stored.seed,
         admit_seq=stored.admit_seq,
-        admitted=now.at(stored.admitted_ns),
+        admitted=_past(stored.admitted_ns, now),
         reading=Reading(None, None),
         finish=stored.finish,
         headers=stored.headers,
@@ -73,7 +73,12 @@ def record_of(stored: Stored, now: Now) -> Record:
         exact=stored.exact,
         phase=phase,
         answer=Answer(tokens=stored.tokens, nbytes=stored.answer_bytes, spilled=True) if stored.tokens else None,
-        ended=None if stored.ended_ns is None else now.at(stored.ended_ns),
+        ended=None if stored.ended_ns is None else _past(stored.ended_ns, now),
         last_word=last_word,
         restored=True,
     )
+
+
+def _past(wall_ns: int, now: Now) -> Now:
+    """When that was: not after *now*, wherever the wall clock was set meanwhile."""
+    return now.at(min(wall_ns, now.wall_ns))

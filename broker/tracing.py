@@ -5,25 +5,21 @@
         chat <model>     CLIENT    dispatch to last word, one for each attempt
 
 Prefill and decode are attributes of the chat span, and an event marks the first token between them. A refusal is a
-process span of length zero with `error.type`. Prompts and answers are never put in.
+process span of length zero with `error.type`. Prompts and answers are put in only with `--trace-prompts`.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any, Final, cast
+from typing import Any, Final
 
 from opentelemetry.context import Context
-from opentelemetry.exporter.otlp.json.file.trace_exporter import FileSpanExporter
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import (
     Link,
     Span,
@@ -37,15 +33,14 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from broker import names
-from broker.admission import Key, Moment
-from broker.tracefile import LineFile
+from broker.admission import PROMPT_CHARS, WIDTHS, Key, Moment
+from broker.export import CountingProcessor, resource
 
-# A collector that does not answer costs an export thread this long, and the exit CLOSE_S.
-EXPORT_TIMEOUT_S: Final = 1.0
+# How long the exit waits for a collector.
 CLOSE_S: Final = 1.0
-# Spans that may wait for an exporter, and how many it gets at once.
-MAX_WAITING: Final = 2048
-BATCH: Final = 512
+# What OTLP and frames hold as a whole number.
+MAX_INT: Final = 2**63
+MAX_FIGURES: Final = 64
 
 log = logging.getLogger("mtplx.broker")
 
@@ -62,66 +57,19 @@ class OpenJob:
     chat: Span | None = None
 
 
-class CountingExporter(SpanExporter):
-    """Passes spans on, and counts them. Called by one thread at a time."""
-
-    def __init__(self, inner: SpanExporter) -> None:
-        self._inner = inner
-        self.received = 0
-        self.failed = 0
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Export *spans*; those that did not arrive are counted in `failed`."""
-        self.received += len(spans)
-        result = SpanExportResult.FAILURE
-        try:
-            result = self._inner.export(spans)
-        finally:
-            if result is not SpanExportResult.SUCCESS:
-                self.failed += len(spans)
-        return result
-
-    def shutdown(self) -> None:
-        """Close the exporter."""
-        self._inner.shutdown()
-
-
-class CountingProcessor(BatchSpanProcessor):
-    """Batches spans for one exporter. Beyond MAX_WAITING new ones are dropped and counted here, not in the SDK."""
-
-    def __init__(self, exporter: SpanExporter) -> None:
-        self.exporter = CountingExporter(exporter)
-        self.dropped = 0
-        self._taken = 0
-        super().__init__(self.exporter, max_queue_size=MAX_WAITING, max_export_batch_size=min(BATCH, MAX_WAITING))
-
-    @property
-    def waiting(self) -> int:
-        """Spans the exporter has not been given yet; never fewer than the SDK holds."""
-        return self._taken - self.exporter.received
-
-    def on_end(self, span: ReadableSpan) -> None:
-        """Take a span that has ended, if it is sampled and there is room."""
-        if span.context is None or not span.context.trace_flags.sampled:
-            return
-        if self.waiting >= MAX_WAITING:
-            self.dropped += 1
-            return
-        self._taken += 1
-        super().on_end(span)
-
-
 class SpanTracer:
     """Turns moments into spans. Never blocks; a dead collector costs nothing but its spans, which are counted."""
 
-    def __init__(self, exporters: list[SpanExporter], *, version: str, boot_id: bytes) -> None:
-        resource = Resource.create({"service.name": names.SERVICE, "service.version": version})
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._processors = [CountingProcessor(exporter) for exporter in exporters]
+    def __init__(
+        self, processors: Sequence[CountingProcessor], *, version: str, boot_id: bytes, link_only: bool = False
+    ) -> None:
+        self._provider = TracerProvider(resource=resource(version), shutdown_on_exit=False)
+        self._processors = list(processors)
         for processor in self._processors:
             self._provider.add_span_processor(processor)
         self._tracer: Tracer = self._provider.get_tracer("mtplx", version, schema_url=names.SCHEMA_URL)
         self._boot_id = boot_id.hex()
+        self._link_only = link_only
         self._open: dict[Key, OpenJob] = {}
 
     def record(self, moments: list[Moment]) -> None:
@@ -161,11 +109,11 @@ class SpanTracer:
         return {name: count for name, count in found.items() if count}
 
     def _process_span(self, moment: Moment) -> Span:
-        parent = _remote_context(moment.attributes.get("headers"))
-        remote = get_current_span(parent).get_span_context()
+        producer = _remote_context(moment.attributes.get("headers"))
+        remote = get_current_span(producer).get_span_context()
         return self._tracer.start_span(
             f"process {names.DESTINATION}",
-            context=parent,
+            context=Context() if self._link_only else producer,
             kind=SpanKind.CONSUMER,
             links=[Link(remote)] if remote.is_valid else [],
             start_time=moment.wall_ns,
@@ -184,7 +132,7 @@ class SpanTracer:
         span.set_attribute(names.ADMIT_SEQ, moment.attributes["seq"])
         span.set_attribute(names.QUEUE_DEPTH, moment.attributes["depth"])
         if moment.attributes["restored"]:
-            span.add_event(names.EVENT_RESTORED)
+            span.add_event(names.EVENT_RESTORED, timestamp=time.time_ns())
         context = set_span_in_context(span, Context())
         self._open[moment.job] = OpenJob(span, context, moment.wall_ns, moment.attributes)
 
@@ -198,11 +146,17 @@ class SpanTracer:
     def _of_open_job(self, moment: Moment, job: OpenJob) -> None:
         if moment.what == "dispatched":
             self._end_queue(job, moment.wall_ns)
+            if moment.attributes["behind"] or moment.attributes["attempt"] > 1:
+                told = {
+                    names.ATTEMPT: moment.attributes["attempt"],
+                    names.RESUMED_TOKENS: moment.attributes["behind"],
+                }
+                job.process.add_event(names.EVENT_RESUMED, told, moment.wall_ns)
             job.chat = self._chat_span(moment, job)
         elif moment.what == "first_token" and job.chat is not None:
             job.chat.add_event(names.EVENT_FIRST_TOKEN, timestamp=moment.wall_ns)
         elif moment.what == "worker_lost":
-            why = {names.EVENT_REASON: moment.attributes["reason"]}
+            why = {names.REASON: moment.attributes["reason"]}
             job.process.add_event(names.EVENT_WORKER_LOST, why, moment.wall_ns)
         elif moment.what == "requeued" and job.chat is not None:
             self._attempt_ended(moment, job.chat)
@@ -236,9 +190,18 @@ class SpanTracer:
                 names.GEN_AI_REQUEST_TEMPERATURE: job.asked["temperature"],
                 names.GEN_AI_REQUEST_TOP_P: job.asked["top_p"],
                 names.GEN_AI_REQUEST_TOP_K: job.asked["top_k"],
+                names.GEN_AI_RESPONSE_ID: moment.job[1].hex(),
+                names.GEN_AI_RESPONSE_MODEL: model,
                 names.ATTEMPT: moment.attributes["attempt"],
+                names.STAGE: moment.attributes["stage"],
+                names.SEED: str(job.asked["seed"]),
             },
         )
+        # A seed may have 64 bits, of which OTLP holds 63; one it cannot hold would cost the whole batch.
+        if job.asked["seed"] < MAX_INT:
+            span.set_attribute(names.GEN_AI_REQUEST_SEED, job.asked["seed"])
+        if "messages" in job.asked:
+            span.set_attribute(names.GEN_AI_INPUT_MESSAGES, _messages(job.asked["messages"]))
         if job.asked["stop"]:
             span.set_attribute(names.GEN_AI_REQUEST_STOP, list(job.asked["stop"]))
         return span
@@ -262,12 +225,18 @@ class SpanTracer:
             if "error" in told:
                 span.set_attribute(names.ERROR_TYPE, told["error"])
                 span.set_status(Status(StatusCode.ERROR))
+        if told["outcome"] == "cancelled":
+            job.process.add_event(names.EVENT_CANCELLED, timestamp=moment.wall_ns)
         timings = told["timings"]
         job.process.set_attribute(names.CHUNKS, told["chunks"])
         if "time_to_first_token_s" in timings:
             job.process.set_attribute(names.TIME_TO_FIRST_TOKEN, timings["time_to_first_token_s"])
         if job.chat is not None:
             _describe_answer(job.chat, told)
+            _describe_speculation(job.chat, told, moment.wall_ns)
+            if "text" in told:
+                answer = [{"role": "assistant", "content": told["text"]}]
+                job.chat.set_attribute(names.GEN_AI_OUTPUT_MESSAGES, _messages(answer, told["outcome"]))
         for span in spans:
             span.end(moment.wall_ns)
 
@@ -278,28 +247,66 @@ def _describe_answer(span: Span, told: dict[str, Any]) -> None:
     if usage.get("prompt_tokens") is not None:
         span.set_attribute(names.GEN_AI_INPUT_TOKENS, usage["prompt_tokens"])
         span.set_attribute(names.GEN_AI_CACHED_TOKENS, usage["cached_tokens"])
+    timings = told["timings"]
     for key, name in (("prefill_s", names.PREFILL), ("decode_s", names.DECODE)):
-        if key in told["timings"]:
-            span.set_attribute(name, told["timings"][key])
+        if key in timings:
+            span.set_attribute(name, timings[key])
+    if "run_first_token_s" in timings:
+        span.set_attribute(names.GEN_AI_FIRST_CHUNK, timings["run_first_token_s"])
     if "route" in run:
         span.set_attribute(names.ROUTE, run["route"])
     if "error" not in told:
         span.set_attribute(names.GEN_AI_RESPONSE_FINISH_REASONS, [told["outcome"]])
 
 
+def _describe_speculation(span: Span, told: dict[str, Any], wall_ns: int) -> None:
+    """The worker's figures, as far as they are what they should be: strange ones are left out."""
+    figures = told.get("run", {}).get("speculation") or {}
+    counts = {
+        names.DRAFTED: figures.get("drafted"),
+        names.VERIFY_FORWARDS: figures.get("verify_forwards"),
+        names.FORK_ATTEMPTS: figures.get("fork_attempts"),
+        names.FORK_WINS: figures.get("fork_wins"),
+    }
+    span.set_attributes({name: count for name, count in counts.items() if _is_count(count)})
+    depths = figures.get("accepted_by_depth")
+    if isinstance(depths, list | tuple) and all(map(_is_count, depths)):
+        span.set_attribute(names.ACCEPTED, min(sum(depths), MAX_INT - 1))
+        span.set_attribute(names.ACCEPTED_BY_DEPTH, list(depths[:MAX_FIGURES]))
+    widths = forwards_by_width(figures)
+    if widths:
+        # Attributes hold no maps: one JSON text, width to forwards.
+        span.set_attribute(names.WIDTHS, json.dumps(widths))
+    wins = counts[names.FORK_WINS]
+    if _is_count(wins) and wins:
+        # The worker tells them with its last word, so that is the time of the event.
+        span.add_event(names.EVENT_FORK_WIN, {names.FORK_WINS: wins}, wall_ns)
+
+
+def forwards_by_width(figures: Mapping[str, Any]) -> dict[str, int]:
+    """How many forwards of each width the worker tells of; strange figures are left out."""
+    told = figures.get("widths")
+    if not isinstance(told, dict):
+        return {}
+    found = {width: count for width, count in told.items() if width in WIDTHS and _is_count(count)}
+    return dict(list(found.items())[:MAX_FIGURES])
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < MAX_INT
+
+
+def _messages(messages: Sequence[Mapping[str, str]], finish_reason: str = "") -> str:
+    """Messages as the conventions spell them, in JSON; PROMPT_CHARS of their text at most."""
+    left, found = PROMPT_CHARS, []
+    for one in messages:
+        part = {"type": "text", "content": one["content"][:left]}
+        left -= len(part["content"])
+        told: dict[str, Any] = {"role": one["role"], "parts": [part]}
+        found.append({**told, "finish_reason": finish_reason} if finish_reason else told)
+    return json.dumps(found, ensure_ascii=False)
+
+
 def _remote_context(headers: dict[str, str] | None) -> Context:
     """The producer's context; an empty one where the header is absent or malformed."""
     return TraceContextTextMapPropagator().extract(headers or {}, Context())
-
-
-def exporters(trace_file: Path | None, endpoint: str) -> list[SpanExporter]:
-    """The exporters asked for: a JSON-lines file, an OTLP/HTTP collector, or both."""
-    logging.getLogger("opentelemetry").setLevel(logging.ERROR)
-    found: list[SpanExporter] = []
-    if trace_file is not None:
-        found.append(FileSpanExporter(stream=cast("IO[str]", LineFile(trace_file))))
-    if endpoint:
-        url = endpoint.rstrip("/")
-        url = url if url.endswith("/v1/traces") else f"{url}/v1/traces"
-        found.append(OTLPSpanExporter(endpoint=url, timeout=EXPORT_TIMEOUT_S))
-    return found

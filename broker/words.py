@@ -220,7 +220,8 @@ def clocked(record: Record, now: Now) -> dict[str, float]:
     if record.run is None or record.run.first_token is None:
         return {}
     first = record.run.first_token.mono
-    found = {"prefill_s": first - record.run.started.mono, "decode_s": now.mono - first}
+    to_first = first - record.run.started.mono
+    found = {"prefill_s": to_first, "run_first_token_s": to_first, "decode_s": now.mono - first}
     if record.first_token is not None:
         found["time_to_first_token_s"] = record.first_token.mono - record.admitted.mono
     return found

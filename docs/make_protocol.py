@@ -15,6 +15,9 @@ from pathlib import Path
 
 import msgpack
 
+# This checkout's code, whichever is installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from mtplx import wire
 from mtplx.errors import CODES, BadJobError
 from mtplx.job import PROMPT_FIELDS, Job

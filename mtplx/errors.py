@@ -7,6 +7,7 @@
     ├── WorkerRefusedError  the broker will not take this worker                   exit 5
     ├── BrokerUnreachableError  no broker answered in time                         exit 6
     ├── JournalError        the journal is damaged, or cannot be written           exit 7
+    ├── ServiceError        launchd or systemd did not do what it was asked        exit 1
     └── WireError           has a code of the table below
         ├── ProtocolError   bytes that are not MTX/1 (names the field)
         ├── BadJobError     a job that cannot be run as asked (names the field)
@@ -150,6 +151,10 @@ class JournalError(MtplxError):
     """The journal is damaged, of another version, or cannot be written; the message says what to do."""
 
     exit_code = Exit.JOURNAL
+
+
+class ServiceError(MtplxError):
+    """launchd or systemd refused, or is not there; the message carries its words."""
 
 
 class WireError(MtplxError):

@@ -20,9 +20,10 @@ import zmq
 from zmq.auth import create_certificates, load_certificate
 from zmq.utils import z85
 
+from mtplx.endpoints import leaves_machine
 from mtplx.errors import SettingsError
 from mtplx.paths import private_folder
-from mtplx.settings import Settings, leaves_machine
+from mtplx.settings import Settings
 
 KEY_CHARACTERS: Final = 40
 BROKER: Final = "broker"

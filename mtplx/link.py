@@ -12,11 +12,11 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from mtplx import wire
+from mtplx.endpoints import check_endpoint
 from mtplx.errors import BrokerUnreachableError
 from mtplx.keys import Credentials
 from mtplx.patience import Patience
 from mtplx.session import Session
-from mtplx.settings import check_endpoint
 from mtplx.sockets import COMMON, HANDSHAKE_EVENTS, RECONNECT, Handshakes, check_encrypted, reach, set_all
 
 # A flood must not keep a reader from what has already arrived.
@@ -147,6 +147,9 @@ class Link:
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.session.up, self.session.heard = True, time.monotonic()
                 if self._handshakes:
+                    # What the last connection had brought counts before the rest is asked for.
+                    while self._receive():
+                        pass
                     self._encoded.clear()
                     self.session.reconnected()
                 self._handshakes += 1

@@ -14,9 +14,21 @@ from mtplx.errors import SettingsError
 MAX_IPC_PATH: Final = 103
 
 
+def home() -> Path:
+    """The user's home folder.
+
+    Raises:
+        SettingsError: neither HOME nor the system's list of users has it.
+    """
+    try:
+        return Path.home()
+    except RuntimeError:
+        raise SettingsError("No home folder is known here; set HOME to a folder of your own.") from None
+
+
 def default_run() -> Path:
     """`~/.mtplx/run`, or a short folder under /tmp where the home path is too long for a socket."""
-    run = Path.home() / ".mtplx" / "run"
+    run = home() / ".mtplx" / "run"
     if len(os.fsencode(run / "front.sock")) > MAX_IPC_PATH:
         run = Path(f"/tmp/mtplx-{os.getuid()}")  # noqa: S108 - owner and mode are checked before use
     return run
@@ -24,7 +36,7 @@ def default_run() -> Path:
 
 def default_state() -> Path:
     """`~/.mtplx/state`: what outlives a restart."""
-    return Path.home() / ".mtplx" / "state"
+    return home() / ".mtplx" / "state"
 
 
 def default_cache(cache_home: Path | None) -> Path:
@@ -32,21 +44,31 @@ def default_cache(cache_home: Path | None) -> Path:
     if cache_home is not None:
         return cache_home / "mtplx"
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "mtplx"
-    return Path.home() / ".cache" / "mtplx"
+        return home() / "Library" / "Caches" / "mtplx"
+    return home() / ".cache" / "mtplx"
 
 
 def default_config() -> Path:
     """The settings file that is read when no other is named."""
-    return Path.home() / ".mtplx" / "config.toml"
+    return home() / ".mtplx" / "config.toml"
+
+
+def default_logs() -> Path:
+    """Where services log: by the habit of macOS, else beside the state."""
+    user = home()
+    return user / "Library" / "Logs" / "mtplx" if sys.platform == "darwin" else user / ".mtplx" / "logs"
 
 
 def check_ipc_path(path: str) -> None:
-    """Refuse a socket path that some system cannot hold.
+    """Refuse a socket path that libzmq or some system cannot hold.
 
     Raises:
-        SettingsError: with both lengths.
+        SettingsError: it is too long, with both lengths, or no UTF-8.
     """
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise SettingsError(f"The socket path {path!r} is no UTF-8 text; choose another --run-dir.") from error
     length = len(os.fsencode(path))
     if length > MAX_IPC_PATH:
         raise SettingsError(
@@ -65,16 +87,21 @@ def private_folder(path: Path, flag: str = "--run-dir") -> Path:
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.lstat()
+        check_private(path, flag)
     except OSError as error:
         raise SettingsError(
             f"The folder {path} cannot be made ({error.strerror or error}); choose another {flag}."
         ) from error
+    return path
+
+
+def check_private(path: Path, flag: str) -> None:
+    """Refuse an existing folder that is not this user's alone; raises SettingsError, and OSError."""
+    found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise SettingsError(f"{path} must be a folder of your own; choose another {flag}.")
     if stat.S_IMODE(found.st_mode) & 0o077:
         # Advice to close a shared folder such as /tmp would break the machine.
-        ours = f", or run: chmod 700 {path}" if path.is_relative_to(Path.home()) else ""
+        ours = f", or run: chmod 700 {path}" if path.is_relative_to(home()) else ""
         own = f"{flag} ~/.mtplx/{flag.removeprefix('--').removesuffix('-dir')}"
         raise SettingsError(f"{path} is open to others; choose a folder of your own, for instance {own}{ours}.")
-    return path

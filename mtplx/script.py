@@ -44,6 +44,7 @@ class Script:
     finish_reason: None says `length` where the budget ended the answer, else `stop`.
     fault_after: tokens of the answer before the fault, earlier attempts included; -1 puts it before prefill.
     fault_attempts: the fault comes in this many attempts of a job; None, in each.
+    speculation: figures that FINAL tells over its own, as `run.speculation` of DONE.
     seeded: the tokens of a counted answer depend on the job's seed and their index, not on the index alone.
     """
 
@@ -58,6 +59,7 @@ class Script:
     fault_attempts: int | None = None
     fail_code: str = "E_INTERNAL"
     seeded: bool = False
+    speculation: dict[str, Any] | None = None
 
     def faulty(self, attempt: int) -> bool:
         """Whether the fault comes in the attempt of that number, counted from 1."""
@@ -158,8 +160,11 @@ def chunk_of(run: Run, lease: int, first: int) -> list[bytes]:
     return wire.encode(WorkerChunk(run.id, run.attempt, lease, first, 1, (0,), "?"))
 
 
-def final_of(run: Run, job: Job, ids: tuple[int, ...], reason: str, spent: tuple[float, float]) -> Final:
+def final_of(
+    run: Run, job: Job, ids: tuple[int, ...], reason: str, *, spent: tuple[float, float], script: Script
+) -> Final:
     """The FINAL of an attempt; *spent* are its seconds of prefill and decode."""
+    plain = {"drafted": 0, "accepted_by_depth": [], "verify_forwards": 0, "widths": {"1": len(ids)}}
     return Final(
         id=run.id,
         attempt=run.attempt,
@@ -173,5 +178,5 @@ def final_of(run: Run, job: Job, ids: tuple[int, ...], reason: str, spent: tuple
         sha256=trajectory_sha256(ids),
         route="serial_b1",
         row_invariant=True,
-        speculation={"drafted": 0, "accepted_by_depth": [], "verify_forwards": 0, "widths": {"1": len(ids)}},
+        speculation={**plain, **(script.speculation or {})},
     )

@@ -270,7 +270,7 @@ class ScriptedWorker:
         if self._told and self._farewell and not self._disowned:
             # As the real worker at its drain limit: nobody cancelled the job.
             self._say_bye()
-            why = "The worker was stopped; submit the job under a new id."
+            why = "The worker was stopped and hands the job back."
             word = m.Fail(run.id, run.attempt, run.lease, "E_WORKER_LOST", why, detail={"reason": "left"})
             self._try_send(self._socket, word)
             self._note("fail", run)
@@ -312,7 +312,7 @@ class ScriptedWorker:
         reason = "cancelled" if cancelled else script.finish_reason
         reason = reason or ("length" if sent == job.max_tokens else "stop")
         spent = (first_at - begun, time.monotonic() - first_at)
-        self._send(final_of(run, job, answer.ids[:sent], reason, spent))
+        self._send(final_of(run, job, answer.ids[:sent], reason, spent=spent, script=script))
         self._note("final", run, sent)
 
     def _prefill(self, run: m.Run, script: Script, prompt: int) -> bool:

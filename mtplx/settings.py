@@ -6,7 +6,6 @@ This is the only file that reads the environment. Anything unknown is an error t
 from __future__ import annotations
 
 import os
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -15,7 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from mtplx import paths
+from mtplx.endpoints import check_endpoint, leaves_machine, one_place
 from mtplx.errors import SettingsError
+from mtplx.http_place import HttpPlace, http_place
 from mtplx.sizes import parse_size
 
 PREFIX: Final = "MTPLX_"
@@ -24,11 +25,7 @@ DRAFTS: Final = ("auto", "ngram", "mtp", "none")
 PRESETS: Final = ("solo", "latency", "agent", "throughput")
 DURABILITIES: Final = ("full", "os", "none")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
-# WELCOME tells limits, and milliseconds are a thousand times more; both must fit 64 bits.
-LOOPBACK: Final = ("127.0.0.1", "localhost", "[::1]")
-MAX_PORT: Final = 65_535
-_WILDCARDS: Final = {"*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 - none is bound here
-_TCP: Final = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+(%\w+)?\]|[\w.*-]+):(?P<port>[0-9]{1,5})")
+LOG_FORMATS: Final = ("text", "json")
 
 
 class SchedulerMode(StrEnum):
@@ -96,8 +93,21 @@ class Settings:
     kv_memory: str = _setting("auto", "Memory for keys and values: auto, or a size such as 512MB, 4GB or 1.5GiB.")
     trace_file: Path | None = _setting(None, "Write spans to this file, one JSON object a line.")
     otlp_endpoint: str = _setting("", "Send spans to this OTLP/HTTP collector, as OTEL_EXPORTER_OTLP_ENDPOINT.")
+    http: str = _setting(
+        "", "Health, metrics and a page on this HOST:PORT; auto: 127.0.0.1:8000 or a free port, as `serve`; off."
+    )
+    http_remote: bool = _setting(default=False, text="Let other machines reach --http, unencrypted.")
+    trace_prompts: bool = _setting(default=False, text="Put prompts and answers into spans as well.")
+    trace_link_only: bool = _setting(
+        default=False,
+        text="Begin a trace for each job and link it to its producer's, in place of joining that one.",
+    )
     reference: bool = _setting(default=False, text="Decode by mlx-lm's own loop, to compare with.")
     log_level: str = _setting("warning", "debug, info, warning or error.")
+    log_format: str = _setting("text", "Log lines as text or json.")
+    log_dir: Path | None = _setting(
+        None, "Folder of log files of bounded size, mode 0700; without it the log goes to stderr."
+    )
 
     def __post_init__(self) -> None:
         """Check every value; the automatic ones were filled in by `load`."""
@@ -105,12 +115,13 @@ class Settings:
         _one_of("batching_preset", self.batching_preset, PRESETS)
         _one_of("durability", self.durability, DURABILITIES)
         _one_of("log_level", self.log_level, LOG_LEVELS)
+        _one_of("log_format", self.log_format, LOG_FORMATS)
         self._check_values()
         if self.dead_s < 2 * self.beat_s:
             raise SettingsError(f"--dead-s ({self.dead_s}) must be at least twice --beat-s ({self.beat_s}).")
         for name in ("front", "back"):
             check_endpoint(flag(name), self.endpoint(name))
-        if _place(self.endpoint("front")) == _place(self.endpoint("back")):
+        if one_place(self.endpoint("front")) == one_place(self.endpoint("back")):
             raise SettingsError(
                 f"--front {self.endpoint('front')} and --back {self.endpoint('back')} are one endpoint; "
                 "producers and the worker need one each."
@@ -137,6 +148,7 @@ class Settings:
                 f"--kv-memory {self.kv_memory!r} is wrong: "
                 "it must be auto, or a size such as 512MB, 4GB or 1.5GiB."
             ) from None
+        _ = self.http_place
         if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise SettingsError(
                 f"--otlp-endpoint {self.otlp_endpoint!r} is no collector's address; write http://127.0.0.1:4318."
@@ -177,7 +189,7 @@ class Settings:
         given.update(_from_environment(environ))
         given.update({name: _parsed(flag(name), name, value) for name, value in (flags or {}).items()})
         if not given.get("otlp_endpoint"):
-            given["otlp_endpoint"] = environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
+            given["otlp_endpoint"] = environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "").strip()
         given.setdefault("cache_dir", _default_cache(environ))
         return cls(**given)
 
@@ -197,6 +209,11 @@ class Settings:
             return self.state_dir
         # A service with a run folder of its own has a journal of its own.
         return paths.default_state() if self.run_dir == paths.default_run() else self.run_dir / "state"
+
+    @property
+    def http_place(self) -> HttpPlace | None:
+        """Where the HTTP port is to be; None where there is to be none."""
+        return http_place(self.http, remote=self.http_remote)
 
     @property
     def kv_bytes(self) -> int | None:
@@ -245,46 +262,25 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def variables() -> dict[str, str]:
+    """The variables in force that are meant for mtplx or for the OpenTelemetry SDK."""
+    ours = {key: value for key, value in os.environ.items() if key.startswith(PREFIX)}
+    return {**ours, **otel_variables()}
+
+
+def otel_variables() -> dict[str, str]:
+    """The standard variables of OpenTelemetry, `OTEL_*`, that are set to something."""
+    return {key: value for key, value in os.environ.items() if key.startswith("OTEL_") and value.strip()}
+
+
+def quiet_libraries() -> None:
+    """Keep transformers, before it is imported, from advice on libraries that nothing here uses."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
 def kernel_folder(folder: Path) -> Path:
     """Where MLX's CUDA build looks for compiled kernels: as its own variable says, else *folder* from now on."""
     return Path(os.environ.setdefault("MLX_PTX_CACHE_DIR", str(folder)))
-
-
-def _place(endpoint: str) -> str:
-    """One spelling for each place that can be bound."""
-    if endpoint.startswith("ipc://"):
-        return os.path.realpath(endpoint.removeprefix("ipc://"))
-    # The loopback names share their ports, or may: one port is taken for one place.
-    return f"port {int(endpoint.rpartition(':')[2])}"
-
-
-def leaves_machine(endpoint: str) -> bool:
-    """Whether *endpoint* is reached from other machines, and so must be encrypted."""
-    found = _TCP.fullmatch(endpoint)
-    return found is not None and found["host"].lower() not in LOOPBACK
-
-
-def dialled(endpoint: str) -> str:
-    """*endpoint* as one connects to it: one for all addresses of this machine is reached on loopback."""
-    for anywhere, here in _WILDCARDS.items():
-        if endpoint.startswith(f"tcp://{anywhere}:"):
-            return endpoint.replace(anywhere, here, 1)
-    return endpoint
-
-
-def check_endpoint(where: str, endpoint: str) -> None:
-    """Refuse what is no endpoint: an over-long ipc path, or tcp without a port."""
-    if endpoint.startswith("ipc:///"):
-        paths.check_ipc_path(endpoint.removeprefix("ipc://"))
-        return
-    if not endpoint.startswith("tcp://"):
-        raise SettingsError(
-            f"{where} {endpoint!r} is no endpoint; write ipc:///absolute/path or tcp://127.0.0.1:PORT."
-        )
-    # No more than host and port: libzmq reads further parts in ways of its own.
-    found = _TCP.fullmatch(endpoint)
-    if found is None or not 0 < int(found["port"]) <= MAX_PORT:
-        raise SettingsError(f"{where} {endpoint} has no port or no host; write tcp://127.0.0.1:5555.")
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -10,18 +10,23 @@ from typing import Any, Final
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from mtplx.endpoints import dialled, leaves_machine
 from mtplx.errors import SettingsError
 from mtplx.keys import Credentials
-from mtplx.settings import dialled, leaves_machine
 from mtplx.wire import MAX_FRAME_BYTES
 
-# A dead or stopped process, or a peer that speaks something else, is noticed by libzmq itself.
+# A peer that speaks something else, or a machine that is gone, is noticed by libzmq or the system; who is silent,
+# by our own beats. libzmq's heartbeats stay off: with them 4.3.5 aborts the process where a peer leaves messages
+# behind that are not read yet, or reads too slowly.
 # IPv6 lets tcp://[::1] work; a frame above MAXMSGSIZE ends its connection.
 COMMON: Final[dict[int, int]] = {
     zmq.HANDSHAKE_IVL: 2000,
-    zmq.HEARTBEAT_IVL: 2000,
-    zmq.HEARTBEAT_TIMEOUT: 6000,
-    zmq.HEARTBEAT_TTL: 6000,
+    zmq.HEARTBEAT_IVL: 0,
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 5,
+    zmq.TCP_KEEPALIVE_INTVL: 5,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+    zmq.TCP_MAXRT: 20_000,
     zmq.MAXMSGSIZE: MAX_FRAME_BYTES,
     zmq.IPV6: 1,
 }

@@ -16,7 +16,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 7
 # Which modules of ours, and which libraries of weight, a folder may import.
 MAY_IMPORT = {
     "mtplx": {"mtplx", "zmq", "msgpack", "click", "rich"},
-    "broker": {"broker", "mtplx", "zmq", "msgpack", "click", "opentelemetry"},
+    "broker": {"broker", "mtplx", "zmq", "msgpack", "click", "opentelemetry", "prometheus_client"},
     "worker": {
         "worker",
         "mtplx",

@@ -21,6 +21,7 @@ from mtplx import messages as m
 from mtplx.errors import MtplxError, ProtocolError, WireError, WorkerRefusedError
 from mtplx.job import Job
 from mtplx.keys import credentials
+from mtplx.logs import of_job
 from mtplx.process import host_id, look
 from mtplx.settings import Settings
 from mtplx.sockets import Handshakes, worker_dealer
@@ -245,13 +246,13 @@ class Worker:
         try:
             self._report(run, self._chunks(run))
         except BrokerLostError:
-            log.warning("the broker was lost during a job")
+            log.warning("the broker was lost during a job", extra=of_job(run.id))
             self._vitals.epoch = 0
         except WireError as error:
             self._fail(run, error)
         except Exception as error:
             # MLX may be left in any state by an error out of an evaluation: this process must be replaced.
-            log.exception("the job failed in an unforeseen way")
+            log.exception("the job failed in an unforeseen way", extra=of_job(run.id))
             fault = WireError(
                 f"The worker failed on this job ({type(error).__name__}) and is replaced.", code="E_INTERNAL"
             )
@@ -322,9 +323,9 @@ class Worker:
 
 
 def _unfinished(final: JobFinal) -> WireError:
-    # Nobody cancelled it: to its producer the answer is cut off, and not what was asked for.
+    # Nobody cancelled it: it is handed back, to go on behind these tokens.
     return WireError(
-        "The worker was stopped and the job could not end within its drain limit; submit it under a new id.",
+        "The worker was stopped and hands the job back, which could not end within the drain limit.",
         code="E_WORKER_LOST",
         detail={"reason": "left", "tokens": final.completion_tokens},
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from mtplx import __version__
 from mtplx.job import MAX_INT
 from mtplx.settings import Settings
 from worker.engine.build import build
@@ -74,6 +75,7 @@ def offer(settings: Settings, loaded: LoadedModel, capacity: int, info: dict[str
             **info,
             "context_why": _why(loaded.context, capacity, pool="pool" in info),
             "versions": {
+                "mtplx": __version__,
                 "python": platform.python_version(),
                 "mlx": version("mlx"),
                 "mlx_lm": version("mlx-lm"),

@@ -7,7 +7,8 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from mtplx.client import DEFAULT_TIMEOUT_S, Client
-from mtplx.settings import Settings, dialled
+from mtplx.endpoints import dialled
+from mtplx.settings import Settings
 
 # For a broker that is only just being started.
 ABSENT_S: Final = 1.0
@@ -15,13 +16,13 @@ ABSENT_S: Final = 1.0
 
 def connect(settings: Settings) -> Client:
     """A client of the broker of *settings*; errors as those of `Client`."""
-    there = _listens(settings.endpoint("front"))
+    there = listens(settings.endpoint("front"))
     client = Client(settings=settings, timeout=DEFAULT_TIMEOUT_S if there else ABSENT_S)
     client.timeout = DEFAULT_TIMEOUT_S
     return client
 
 
-def _listens(endpoint: str) -> bool:
+def listens(endpoint: str) -> bool:
     """Whether somebody takes connections there."""
     try:
         if endpoint.startswith("ipc://"):

@@ -129,7 +129,7 @@ def run_demo(settings: Settings, folder: Path, console: Console, signals: Signal
             return _failed(console, service, "Not all jobs have ended.")
         service.turn()
         health = service.health
-    roots = read_spans(trace_file) if trace_file.exists() else []
+    roots = read_spans(trace_file).roots if trace_file.exists() else []
     _report(console, producers, health, roots)
     wrong = faults(producers, roots)
     for fault in wrong:

@@ -12,7 +12,11 @@ from mtplx.cli.ops import full_id, print_map
 from mtplx.cli.options import connection_options, load_settings
 
 STATES: Final = ("waiting", "running", "cancelling", "ended", "buried")
-_ROW: Final = "{:<32}  {:<10}  {:>8}  {:>11}  {:>6}  {}"
+_COLUMNS: Final = ("id", "state", "position", "admit_seq", "tokens", "outcome")
+_HEADS: Final = ("ID", "STATE", "POSITION", "ADMITTED AS", "TOKENS", "OUTCOME")
+_ROW: Final = "{:<32}  {:<10}  {:>8}  {:>11}  {:>6}  {:<9}"
+# Only whoever sees the jobs of all is told whose they are.
+_OWNER: Final = "  {}"
 
 
 @click.group(invoke_without_command=True)
@@ -77,10 +81,11 @@ def _print_list(context: click.Context, state: str | None, *, as_json: bool, **f
     if as_json:
         click.echo(json.dumps(listed, indent=2))
         return
-    click.echo(_ROW.format("ID", "STATE", "POSITION", "ADMITTED AS", "TOKENS", "OUTCOME").rstrip())
+    owned = any("owner" in job for job in listed["jobs"])
+    row = _ROW + _OWNER if owned else _ROW
+    click.echo(row.format(*_HEADS, "OWNER").rstrip())
     for job in listed["jobs"]:
-        shown = (job.get(name, "") for name in ("id", "state", "position", "admit_seq", "tokens", "outcome"))
-        click.echo(_ROW.format(*shown).rstrip())
+        click.echo(row.format(*(job.get(name, "") for name in _COLUMNS), job.get("owner", "")).rstrip())
 
 
 def _print_state(state: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import click
 import mtplx
 from mtplx.cli.batch import batch
 from mtplx.cli.demo import demo
+from mtplx.cli.doctor import doctor
 from mtplx.cli.jobs import jobs
 from mtplx.cli.journal import journal
 from mtplx.cli.keys import keys
@@ -18,6 +19,9 @@ from mtplx.cli.probe import probe
 from mtplx.cli.pull import pull
 from mtplx.cli.run import INTERRUPTED, run
 from mtplx.cli.serve import serve
+from mtplx.cli.service import service
+from mtplx.cli.top import top
+from mtplx.cli.trace import trace
 from mtplx.errors import MtplxError, WireError
 
 
@@ -61,7 +65,10 @@ def main(context: click.Context, /, **flags: Any) -> None:
             click.echo(context.get_help())
 
 
-for command in (serve, run, batch, health, jobs, cancel, journal, keys, pull, probe, demo):
+for command in (
+    *(serve, service, run, batch, health, jobs, cancel),
+    *(top, trace, doctor, journal, keys, pull, probe, demo),
+):
     main.add_command(command)
 
 

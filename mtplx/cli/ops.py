@@ -25,6 +25,9 @@ def health(context: click.Context, /, as_json: bool, **flags: Any) -> None:
     if as_json:
         click.echo(json.dumps(report, indent=2))
     else:
+        # Lists of what goes on are drawn by `mtplx top`.
+        report.pop("recent", None)
+        report.get("line", {}).pop("first", None)
         print_map(report)
 
 
@@ -42,7 +45,13 @@ def cancel(context: click.Context, /, job_id: str, **flags: Any) -> None:
 def print_map(report: dict[str, Any]) -> None:
     """Nested maps as indented lines."""
     for line in _lines(report, ""):
-        click.echo(line)
+        click.echo("".join(map(_shown, line)))
+
+
+def _shown(character: str) -> str:
+    # Texts of other producers must not move the terminal of whoever looks at them.
+    harmless = character.isprintable() or character in "\n\t"
+    return character if harmless else character.encode("unicode_escape").decode()
 
 
 def _lines(report: dict[str, Any], indent: str) -> list[str]:

@@ -9,6 +9,8 @@ from typing import Any, Final, TypeVar
 
 import click
 
+from mtplx import paths
+from mtplx.errors import SettingsError
 from mtplx.settings import Settings, flag
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -21,6 +23,11 @@ STATE: Final = ("state_dir", "run_dir")
 def settings_options(command: Command) -> Command:
     """Add one option for each setting, and `--config`. Only what was given reaches the command."""
     return _options(command, tuple(item.name for item in fields(Settings)))
+
+
+def service_options(command: Command) -> Command:
+    """Add the options of a service file: all but the folder of logs, which has its place."""
+    return _options(command, tuple(item.name for item in fields(Settings) if item.name != "log_dir"))
 
 
 def connection_options(command: Command) -> Command:
@@ -46,10 +53,15 @@ def load_settings(options: Mapping[str, Any], outer: Mapping[str, Any] | None = 
 
 
 def _default(item: Field[Any]) -> str:
-    value = item.default if item.default_factory is MISSING else item.default_factory()
+    try:
+        value = item.default if item.default_factory is MISSING else item.default_factory()
+        home = str(paths.home())
+    except SettingsError:
+        # Whoever loads the settings is told.
+        return ""
     if value in (None, ""):
         return ""
-    return f"  [default: {str(value).replace(str(Path.home()), '~', 1)}]"
+    return f"  [default: {str(value).replace(home, '~', 1)}]"
 
 
 def _options(command: Command, names: tuple[str, ...]) -> Command:

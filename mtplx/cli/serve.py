@@ -20,6 +20,7 @@ from mtplx.cli.options import load_settings, settings_options
 from mtplx.cli.signals import Signals
 from mtplx.client import Client
 from mtplx.errors import EXITS, BrokerUnreachableError, Exit, WireError
+from mtplx.http_place import AUTO
 from mtplx.settings import Settings
 
 TURN_S: Final = 0.2
@@ -190,9 +191,10 @@ class Service:
 
     def _connected(self) -> Client:
         client = Client(settings=self.settings, timeout=TURN_S)
-        pid = 0
+        pid, page = 0, ""
         try:
-            pid = client.health()["broker"]["pid"]
+            told = client.health()["broker"]
+            pid, page = told["pid"], told.get("http", "")
         finally:
             if pid != self._broker.pid:
                 client.close()
@@ -201,6 +203,8 @@ class Service:
             raise BrokerUnreachableError(f"Another broker (pid {pid}) answers.")
         client.timeout = 2 * TURN_S
         self._say(f"The broker takes jobs at {self.settings.endpoint('front')} (pid {pid}).")
+        if page:
+            self._say(f"Its page is at {page}")
         return client
 
     def _judge(self, worker: dict[str, Any]) -> None:
@@ -268,5 +272,7 @@ def serve_until_told(settings: Settings, say: Callable[[str], None], **commands:
 def serve(context: click.Context, /, **flags: Any) -> None:
     """Run the service here, until Ctrl-C: a broker and one worker."""
     settings = load_settings(flags, context.obj)
+    if not settings.http:
+        settings = replace(settings, http=AUTO)
     code = serve_until_told(settings, lambda line: click.echo(line, err=True))
     context.exit(code)

@@ -1,7 +1,4 @@
-"""Golden vectors of MTX/1, made from mtplx.trajectory import trajectory_sha256
-from mtplx/messages.py.
-
-`PYTHONPATH=tests python -m protocol.make_vectors` writes them.
+"""Golden vectors of MTX/1, made from mtplx/messages.py: `python tests/protocol/make_vectors.py` writes them.
 
 A client in any language can be checked against the files without a broker. Frames are hex. In `message`,
 bytes are {"hex": ...}, and integers above 2^53 are {"uint": "decimal"} since JSON readers round them.
@@ -16,6 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+
+# This checkout's code, whichever is installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from protocol.bad_jobs import bad_jobs
 
 from mtplx import messages as m

@@ -20,7 +20,7 @@ def named(group):
 
 def test_the_files_are_what_the_generator_gives():
     kept = {path.name: path.read_text() for path in make_vectors.HERE.iterdir()}
-    assert kept == FILES, "run: PYTHONPATH=tests python -m protocol.make_vectors"
+    assert kept == FILES, "run: python tests/protocol/make_vectors.py"
 
 
 @pytest.mark.parametrize("vector", named("valid"))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 from queueing.journal_jobs import begin, draw, end, record
 
+from broker import journal_file
 from broker.journal_file import CHECKPOINT_FRAMES, open_journal
 from broker.journal_open import begin as begin_file
 
@@ -38,8 +40,11 @@ def with_pages_of(size: int, folder: Path) -> None:
     begin_file(folder / "journal.db", size)
 
 
-def written(folder: Path, page: int, checkpoint_after: int | None) -> Journal:
-    """A few jobs, one of them long, one with an answer of some pages, one ended, one buried; moved after that commit."""
+def written(folder: Path, page: int, checkpoint_after: int | None, room: int = 0) -> Journal:
+    """A few jobs, one of them long, one with an answer of some pages, one ended, one buried; moved after that commit.
+
+    room: frames that the log has room for; more than none would hide most damage.
+    """
     jobs = [record(seq) for seq in range(4)] + [record(4, body=random.Random(SEED).randbytes(6000))]
     states = []
 
@@ -52,7 +57,8 @@ def written(folder: Path, page: int, checkpoint_after: int | None) -> Journal:
         states.append(content(journal))
 
     with_pages_of(page, folder)
-    journal = open_journal(folder, "full")
+    with patch.object(journal_file, "ROOM_FRAMES", room):
+        journal = open_journal(folder, "full")
     journal.limits(50_000, 4096)
     for job in jobs[:3]:
         journal.admitted(job)

@@ -78,7 +78,8 @@ class MemoryJournal:
         self._add("ended", record, (word, record.ended.wall_ns, buried, _counts(record)))
 
     def kicked(self, record: Record) -> None:
-        self._add("kicked", record, _counts(record))
+        limits = {name: getattr(record, name) for name in ("finish", "ttl_ns", "deadline_ns")}
+        self._add("kicked", record, {**_counts(record), **limits})
 
     def forgotten(self, record: Record) -> None:
         self._add("forgotten", record)

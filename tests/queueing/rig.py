@@ -177,7 +177,9 @@ class Rig:
     def ready(self, route: bytes = WORKER, worker_id: bytes = WORKER_ID, **changes) -> None:
         """A worker says READY."""
         said = m.Ready(worker_id, 99, "hyper", "h0", "tiny", 1000, 512, {"device": "none"})
-        self.worker_says(dataclasses.replace(said, **changes), route)
+        self.worker_says(
+            dataclasses.replace(said, **{"model_hash": "model", "build_hash": "build", **changes}), route
+        )
 
     def worker_says(self, message: m.Message, route: bytes = WORKER) -> None:
         self.back.on_message(route, message, self.now())
@@ -228,3 +230,24 @@ class Rig:
             self.chunk(1)
             self.final()
         raise AssertionError("the line does not end")
+
+
+def rig_of(**given) -> Rig:
+    """A rig that writes a journal."""
+    return Rig(journal=MemoryJournal(), **given)
+
+
+def lose_worker(rig: Rig, route: bytes = WORKER) -> None:
+    """The worker's connection breaks."""
+    rig.gone.add(route)
+    rig.back.beat()
+    rig.turn()
+    rig.gone.discard(route)
+
+
+def kill_in_attempt(rig: Rig, *ids: int) -> None:
+    """A worker comes, draws *ids* of what it is given, and dies."""
+    rig.ready()
+    if ids:
+        rig.chunk(*ids)
+    lose_worker(rig)

@@ -105,6 +105,10 @@ class Fuzz:
             m.GiveCredit(job, number),
             m.Ack(job),
             m.Status(job),
+            m.Status(job, whole=True),
+            m.Kick(job),
+            m.Kick(job),
+            m.Delete(job),
             m.Status(jobs=True),
             m.Hello((1,)),
             m.Bye(),
@@ -127,7 +131,13 @@ class Fuzz:
             m.WorkerChunk(run.id, run.attempt, run.lease, first, len(ids), ids, "x" * len(ids)),
             m.WorkerChunk(run.id, run.attempt, run.lease, first, len(ids), ids, "x" * len(ids)),
             m.Final(run.id, run.attempt, run.lease, "stop", 3, 0, 9, 0.1, 0.1, "0" * 64, "serial_b1", True, {}),
-            m.Fail(run.id, run.attempt, run.lease, self.draw.choice(("E_INTERNAL", "E_NUMERIC", "x")), "why"),
+            m.Fail(
+                run.id,
+                run.attempt,
+                run.lease,
+                self.draw.choice(("E_INTERNAL", "E_NUMERIC", "E_WORKER_LOST", "x")),
+                "why",
+            ),
         ]
         message = self.draw.choice(said)
         if self.draw.random() < 0.1:
@@ -169,7 +179,10 @@ def test_twenty_thousand_wounded_frames_raise_nothing():
     # The machine must be reached, not the decoder alone.
     assert fuzz.counts["sound"] > 4_000
     assert fuzz.counts["refused"] > 6_000
-    assert fuzz.rig.machine.jobs.counters["worker_broken"] > 10
+    counters = fuzz.rig.machine.jobs.counters
+    assert counters["worker_broken"] > 10
+    assert counters["jobs_buried"] > 2
+    assert fuzz.rig.gate.returned_total > 0, "no KICK found a buried job"
     assert CORPUS_BYTES < 1_000_000
 
 

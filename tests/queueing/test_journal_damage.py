@@ -7,7 +7,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-from queueing.journal_files import SEED, cases, content, damaged, lay
+from queueing.journal_files import SEED, cases, content, damaged, lay, written
 from queueing.journal_jobs import record
 
 from broker.journal_file import open_journal
@@ -65,6 +65,18 @@ def test_a_seeded_share_of_all_damage_ends_in_recovery_or_a_clear_refusal(folder
 @pytest.mark.parametrize("share", range(SHARES))
 def test_all_damage_ends_in_recovery_or_a_clear_refusal(folder, killed_small, share):
     hold_all(folder, killed_small, list(cases(killed_small))[share::SHARES])
+
+
+def test_damage_where_the_log_only_has_room_is_none(folder, tmp_path):
+    short, roomy = (written(tmp_path / str(room), 4096, None, room) for room in (0, 300))
+    log = "journal.db-wal"
+    begins, ends = len(short.files[log]), len(roomy.files[log])
+    assert ends > begins + 200 * 4096
+    chosen = [
+        (how, log, at) for at in random.Random(SEED).sample(range(begins, ends), 40) for how in ("flip", "cut")
+    ]
+    for case in chosen:
+        assert outcome(folder, damaged(roomy, case), roomy.allowed[-1:]) == "recovered"
 
 
 def test_a_mark_that_is_damaged_or_gone_is_ignored(folder, killed):

@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from queueing.journal_files import SEED, cases, content, damaged, lay
+from queueing.journal_files import SEED, cases, content, damaged, lay, written
 from queueing.journal_jobs import begin, draw, end, record
 
 from broker.journal_file import open_journal
@@ -73,6 +73,14 @@ def test_jobs_beyond_a_damaged_frame_of_the_log_are_saved(folder, killed):
     nothing_wrong(killed, report, found)
     assert report.lost == 0
     assert found.keys() == all_of(killed).keys()
+
+
+def test_the_room_that_a_log_has_is_no_content(folder, tmp_path):
+    roomy = written(tmp_path / "state", 4096, None, 300)
+    saved = salvaged(folder, roomy, ("flip", "journal.db-wal", 32 + 24 + 4096 + 24 + 2000))
+    assert saved is not None
+    nothing_wrong(roomy, *saved)
+    assert saved[1].keys() == all_of(roomy).keys()
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(2000, marks=pytest.mark.prove)])

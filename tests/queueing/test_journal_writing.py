@@ -178,6 +178,23 @@ def synced(journal, entries) -> bool:
     return level == "FULL"
 
 
+@pytest.mark.parametrize("taken", ["folder", "journal.db", "journal.db-wal"])
+def test_nothing_is_promised_on_a_journal_that_was_moved_away_or_deleted_until_it_is_back(folder, journal, taken):
+    """Under a name that is gone SQLite would write on, and the end of the process would take it all."""
+    journal.admitted(record(0))
+    journal.commit()
+    place, aside = folder if taken == "folder" else folder / taken, folder.with_name("aside")
+    place.rename(aside)
+    journal.admitted(record(1))
+    for _ in range(2):
+        with pytest.raises(JournalError, match=r"journal\.db was moved away or replaced .* put it back, or start"):
+            journal.commit()
+    aside.rename(place)
+    journal.commit()
+    journal.close()
+    assert numbers(folder) == [0, 1]
+
+
 @pytest.mark.parametrize("durability", ["full", "os"])
 def test_a_commit_is_flushed_where_an_entry_needs_it_and_the_durability_asks(folder, durability):
     job, other = record(0), record(1)
@@ -216,6 +233,7 @@ def churn(journal, jobs: int, tokens: int, keep: int) -> None:
 
 def test_the_file_and_its_log_stay_as_large_as_what_is_kept(folder, monkeypatch):
     monkeypatch.setattr(journal_file, "CHECKPOINT_FRAMES", 200)
+    monkeypatch.setattr(journal_file, "ROOM_FRAMES", 200)
     sizes = []
     with closing(open_journal(folder, "os")) as journal:
         for start in (0, 100, 400):
@@ -228,6 +246,26 @@ def test_the_file_and_its_log_stay_as_large_as_what_is_kept(folder, monkeypatch)
     assert sizes[2][0] <= sizes[0][0] * 1.1
     assert sizes[2][1] <= 2 * 200 * 4120 + 100_000
     assert sizes[2][0] < 400_000
+
+
+def test_no_flush_has_to_make_the_log_longer(folder):
+    log = folder / "journal.db-wal"
+    with closing(open_journal(folder, "full")) as journal:
+        begun = log.stat().st_size
+        for seq in range(700):
+            journal.admitted(record(seq))
+            journal.commit()
+        assert log.stat().st_size == begun > 1200 * 4096
+
+
+def test_a_disk_without_room_for_a_long_log_has_a_short_one(folder, monkeypatch):
+    with closing(open_journal(folder, "full")):
+        pass
+    monkeypatch.setattr(journal_file, "ROOM_FRAMES", 2**20)
+    with closing(open_journal(folder, "full")) as journal:
+        journal.admitted(record(0))
+        journal.commit()
+    assert numbers(folder) == [0]
 
 
 def test_after_a_very_large_turn_the_log_is_cut(folder, monkeypatch):

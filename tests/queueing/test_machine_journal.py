@@ -1,34 +1,12 @@
 """What outlives the broker, the worker and a disk that takes nothing: the machine and a journal in memory."""
 
 import pytest
-from queueing.memory_journal import MemoryJournal
-from queueing.rig import OTHER_WORKER, WORKER, WORKER_ID, Rig, body, job_id
+from queueing.rig import OTHER_WORKER, WORKER, Rig, body, job_id, lose_worker, rig_of
 
 from broker.moves import Phase
 from mtplx import messages as m
 
 OTHER_ID = b"X" * 16
-
-
-def rig_of(**given) -> Rig:
-    """A rig that writes a journal."""
-    return Rig(journal=MemoryJournal(), **given)
-
-
-def lose_worker(rig: Rig, route: bytes = WORKER) -> None:
-    """The worker's connection breaks."""
-    rig.gone.add(route)
-    rig.back.beat()
-    rig.turn()
-    rig.gone.discard(route)
-
-
-def kill_in_attempt(rig: Rig, *ids: int) -> None:
-    """A worker comes, draws *ids* of what it is given, and dies."""
-    rig.ready()
-    if ids:
-        rig.chunk(*ids)
-    lose_worker(rig)
 
 
 # --- ADMITTED and the journal
@@ -263,6 +241,43 @@ def test_limits_are_wall_times_and_go_on_while_the_broker_is_away():
     assert rig.last_word(1, b"b").code == "E_EXPIRED"
 
 
+def test_limits_go_on_while_the_machine_sleeps_and_follow_a_clock_that_is_set_back():
+    rig = rig_of()
+    rig.submit(1, deadline_ms=60_000, finish=True)
+    rig.submit(2, deadline_ms=600_000, finish=True)
+    rig.submit(3, queue_ttl_ms=30_000, finish=True)
+    # Of sleep only the wall clock knows.
+    rig.clock.wall_ns += 100 * 10**9
+    rig.turn()
+    assert [rig.last_word(number) and rig.last_word(number).code for number in (1, 2, 3)] == [
+        "E_EXPIRED",
+        None,
+        "E_EXPIRED",
+    ]
+    rig.clock.wall_ns -= 300 * 10**9
+    rig.wait(790.0)
+    assert rig.last_word(2) is None
+    rig.wait(11.0)
+    assert rig.last_word(2).code == "E_EXPIRED"
+
+
+def test_no_job_waited_less_than_no_time_where_the_wall_clock_was_set_back():
+    rig = rig_of()
+    rig.ready()
+    for number in (1, 2):
+        rig.submit(number, finish=True)
+    rig.chunk(4)
+    rig.final()
+    rig.clock.wall_ns -= 3600 * 10**9
+    rig.restart(away_s=1.0)
+    rig.ready()
+    rig.say(b"b", m.Resume(job_id(2), 0, 0))
+    rig.chunk(5)
+    rig.final()
+    assert 0 <= rig.last_word(2, b"b").timings["queue_wait_s"] < 10
+    assert all(record.ended.mono <= rig.clock.seconds for record in rig.jobs)
+
+
 def test_after_a_restart_producers_have_their_time_to_come_back():
     rig = rig_of(orphan_s=10.0)
     rig.submit(1)
@@ -295,113 +310,6 @@ def test_what_was_acknowledged_or_deleted_is_forgotten_for_good():
     assert rig.say(b"b", m.Resume(job_id(1), 0, 0))[0].code == "E_UNKNOWN_JOB"
 
 
-# --- poison
-
-
-@pytest.mark.parametrize("restarts", [False, True])
-def test_two_attempts_without_a_new_token_bury_a_job_and_the_next_one_runs(restarts):
-    rig = rig_of(orphan_s=100.0)
-    rig.submit(1)
-    rig.submit(2)
-    kill_in_attempt(rig)
-    if restarts:
-        rig.restart()
-    kill_in_attempt(rig)
-    if restarts:
-        rig.submit(1, b"b")
-    word = rig.last_word(1, b"b" if restarts else b"a")
-    assert (word.code, word.retryable, word.detail["attempts"], word.detail["tokens"]) == ("E_POISON", False, 2, 0)
-    assert word.detail["reason"] == "the worker ended or crashed"
-    assert rig.jobs.find(job_id(1)).phase is Phase.BURIED
-    rig.ready()
-    assert rig.running.id == job_id(2)
-    rig.restart()
-    assert rig.jobs.find(job_id(1)).phase is Phase.BURIED
-
-
-def test_a_job_that_takes_the_broker_with_it_is_buried_too():
-    rig = rig_of()
-    rig.submit(1)
-    for _ in range(2):
-        rig.ready()
-        rig.restart()
-    assert rig.jobs.find(job_id(1)).phase is Phase.BURIED
-
-
-def test_new_tokens_make_an_attempt_count_for_less_and_eight_are_enough():
-    rig = rig_of()
-    rig.submit(1)
-    for attempt in range(1, 9):
-        assert rig.jobs.find(job_id(1)).phase is Phase.WAITING, attempt
-        kill_in_attempt(rig, attempt)
-    word = rig.last_word(1)
-    assert (word.code, word.detail["attempts"], word.detail["tokens"]) == ("E_POISON", 8, 8)
-    assert rig.text(1) == "1 2 3 4 5 6 7 8 "
-
-
-def test_an_attempt_that_was_handed_back_or_never_sent_is_none():
-    rig = rig_of()
-    rig.submit(1)
-    for _ in range(5):
-        rig.ready()
-        rig.worker_says(m.WorkerBye(WORKER_ID))
-        rig.fail("E_WORKER_LOST")
-    for _ in range(5):
-        rig.gone.add(WORKER)
-        rig.ready()
-        rig.gone.discard(WORKER)
-    record = rig.jobs.find(job_id(1))
-    assert (record.phase, record.attempts, record.barren) == (Phase.WAITING, 0, 0)
-    rig.restart()
-    record = rig.jobs.find(job_id(1))
-    assert (record.phase, record.attempts, record.barren) == (Phase.WAITING, 0, 0)
-
-
-def test_a_buried_job_is_listed_shown_kicked_to_the_end_of_the_line_and_runs_from_where_it_was():
-    rig = rig_of()
-    rig.submit(1, job=body(prompt="a secret"))
-    kill_in_attempt(rig, 4)
-    kill_in_attempt(rig)
-    kill_in_attempt(rig)
-    rig.submit(2)
-    listed = rig.say(b"o", m.Status(jobs=True, state="buried"))[0].status["jobs"]
-    assert [(one["id"], one["state"], one["outcome"]) for one in listed] == [(job_id(1).hex(), "buried", "poison")]
-    whole = rig.say(b"o", m.Status(id=job_id(1), whole=True))[0].status
-    assert (whole["job"], whole["text"], whole["error"]["code"]) == ({"prompt": "a secret"}, "4 ", "E_POISON")
-    kicked = rig.say(b"o", m.Kick(job_id(1)))[0].status
-    assert (kicked["state"], kicked["position"], kicked["admit_seq"], kicked["attempts"]) == ("waiting", 1, 2, 0)
-    rig.restart()
-    rig.say(b"b", m.Resume(job_id(1), 1, 1))
-    rig.ready()
-    rig.final()
-    assert (rig.running.id, rig.running.attempts) == (job_id(1), 1)
-    rig.chunk(5)
-    rig.final()
-    assert rig.last_word(1, b"b").text == "4 5 "
-
-
-def test_only_a_buried_job_is_kicked_and_only_an_ended_one_deleted():
-    rig = rig_of()
-    rig.submit(1)
-    for message in (m.Kick(job_id(1)), m.Delete(job_id(1))):
-        answer = rig.say(b"o", message)[0]
-        assert (answer.code, answer.detail) == ("E_CONFLICT", {"state": "waiting"})
-    assert rig.say(b"o", m.Kick(job_id(9)))[0].code == "E_UNKNOWN_JOB"
-    assert rig.last_word(1) is None
-
-
-def test_a_buried_job_outlives_an_ack_and_its_retention_but_not_a_delete():
-    rig = rig_of(retain_s=5.0)
-    rig.submit(1)
-    kill_in_attempt(rig)
-    kill_in_attempt(rig)
-    rig.say(b"a", m.Ack(job_id(1)))
-    rig.wait(10)
-    assert rig.jobs.find(job_id(1)) is not None
-    rig.say(b"a", m.Delete(job_id(1)))
-    assert rig.jobs.find(job_id(1)) is None
-
-
 # --- the model
 
 
@@ -409,7 +317,9 @@ def test_a_buried_job_outlives_an_ack_and_its_retention_but_not_a_delete():
     ("before", "after", "outcome"),
     [
         ({"model_hash": "a"}, {"model_hash": "b"}, "E_MODEL_CHANGED"),
-        ({"model_hash": "a"}, {"model_hash": ""}, True),
+        ({"model_hash": "a"}, {"model_hash": ""}, False),
+        ({"build_hash": "x"}, {"build_hash": ""}, False),
+        ({"build_hash": ""}, {"build_hash": ""}, False),
         ({"model_hash": "a", "build_hash": "x"}, {"model_hash": "a", "build_hash": "y"}, False),
         ({"model_hash": "a", "build_hash": "x"}, {"model_hash": "a", "build_hash": "x"}, True),
         ({}, {"vocabulary": 5}, "E_MODEL_CHANGED"),
@@ -556,3 +466,15 @@ def test_after_the_loop_was_away_producers_have_their_time_again():
     rig.say(b"b", m.Resume(job_id(1), 0, 0))
     rig.wait(20)
     assert rig.gate.first().id == job_id(1)
+
+
+def test_a_loop_that_was_away_just_after_a_restart_takes_no_time_from_producers_on_their_way_back():
+    rig = rig_of(orphan_s=0.5)
+    rig.submit(1)
+    rig.restart()
+    rig.wait(1.0)
+    rig.clock.advance(10.0)
+    rig.turn()
+    rig.wait(3.0)
+    rig.say(b"b", m.Resume(job_id(1), 0, 0))
+    assert [one.id for one in rig.gate.line.values()] == [job_id(1)]

@@ -376,3 +376,14 @@ def test_unread_health_reports_count_by_their_size():
     assert rig.status()["counters"]["flooders_dropped"] >= 1
     held = sum(len(client.queue) for client in rig.jobs.outboxes.clients.values())
     assert held < 150
+
+
+def test_unread_whole_jobs_count_by_their_size():
+    rig = Rig(max_job_bytes=2 * 1024**2)
+    rig.submit(1, job=body(prompt="p" * 1024**2))
+    rig.deaf.add(b"s")
+    for _ in range(100):
+        rig.say(b"s", m.Status(id=job_id(1), whole=True))
+    assert rig.status()["counters"]["flooders_dropped"] >= 1
+    held = sum(len(client.queue) for client in rig.jobs.outboxes.clients.values())
+    assert held <= 20

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 from queueing.model import CheckedRig, Fact, Token, View
 from queueing.rig import BEATS, body, job_id
 
+from broker.machine import MAX_NEXT_SEQ
 from broker.moves import Phase
 from mtplx import messages as m
 from mtplx.errors import ProtocolError
@@ -117,6 +118,9 @@ class Queue(RuleBasedStateMachine):
         if job is None:
             return
         old = self.rig.facts[job].view
+        if old.next_seq > MAX_NEXT_SEQ:
+            # Refused, as below; only who began at the largest number can get there.
+            return
         self.tell(route, m.Resume(job, old.next_seq, old.tokens, credit))
         self.rig.facts[job].read_by(View(route, old.next_seq, old.tokens))
         self.turn()

@@ -1,7 +1,7 @@
 """The machine's promises about the one worker: who is taken, who is lost, and what a lost one can still do."""
 
 import pytest
-from queueing.rig import OTHER_WORKER, WORKER, WORKER_ID, Rig, job_id
+from queueing.rig import OTHER_WORKER, WORKER, WORKER_ID, Rig, body, job_id
 
 from broker.moves import Phase
 from mtplx import messages as m
@@ -118,6 +118,17 @@ def test_a_cancel_that_the_dying_worker_never_answers_still_ends_as_cancelled():
     rig.say(b"a", m.Cancel(job_id(1)))
     _lose(rig, "exited")
     assert (rig.last_word(1).outcome, rig.last_word(1).text) == ("cancelled", "3 ")
+
+
+def test_a_cancel_stands_where_the_worker_was_gone_before_it_got_the_job():
+    rig = Rig()
+    rig.ready()
+    rig.machine.on_client(b"a", m.Submit(job_id(1), body()), rig.now())
+    rig.machine.tick(rig.now())
+    rig.machine.on_client(b"a", m.Cancel(job_id(1)), rig.now())
+    rig.gone.add(WORKER)
+    rig.turn()
+    assert rig.last_word(1).outcome == "cancelled"
 
 
 def test_a_worker_that_says_bye_ends_its_job_and_gets_no_other():

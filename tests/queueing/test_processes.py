@@ -150,6 +150,15 @@ def test_without_handles_of_processes_the_id_is_killed(other, monkeypatch):
     assert other.wait(10) == -9
 
 
+def test_where_a_sandbox_refuses_handles_the_id_is_killed(other, monkeypatch):
+    def refused(_pid):
+        raise PermissionError(1, "no handles here")
+
+    monkeypatch.setattr(os, "pidfd_open", refused, raising=False)
+    assert processes.end(ready(other.pid)) == processes.KILLED
+    assert other.wait(10) == -9
+
+
 @pytest.mark.parametrize("reason", ["exited", "silent", "stalled", "replaced", "broken", "left"])
 def test_only_a_worker_that_may_hang_is_handed_over_to_be_ended(reason):
     rig = Rig()

@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from speculating.oracle import EAGER, FREE, Oracle, Priced, executor
+from speculating.oracle import EAGER, FREE, Oracle, Priced, Watched, executor
 from tiny_models import Room
 
 from worker.attempt import Chunk, Final
@@ -88,21 +88,23 @@ def cases(count: int) -> list[Case]:
 
 @dataclass
 class Tally:
-    """What the cases came to: that drafts were kept, refused, forked, and cut by ends."""
+    """What the cases came to: that drafts were kept, refused, forked, and cut by ends, with a forward in flight too."""
 
     launched: int = 0
     committed: int = 0
     wins: int = 0
     cut: int = 0
+    dropped: int = 0
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(*(one + another for one, another in zip(astuple(self), astuple(other), strict=True)))
 
-    def add(self, figures: dict[str, Any], left: int) -> None:
+    def add(self, figures: dict[str, Any], watched: Watched) -> None:
         self.launched += figures["rows_launched"]
         self.committed += figures["rows_committed"]
         self.wins += figures["fork_wins"]
-        self.cut += left > 0
+        self.cut += watched.left > 0 or watched.dropped
+        self.dropped += watched.dropped
 
 
 class Stand:
@@ -136,7 +138,7 @@ class Stand:
         chunks, final = self.job(body, *more)
         if final.route == ROUTE:
             check_counts(final, len(chunks) + watched.left, case.depth + 1)
-            self.tally.add(final.speculation, watched.left)
+            self.tally.add(final.speculation, watched)
         return chunks, final
 
     def check(self, case: Case) -> None:

@@ -125,9 +125,14 @@ class Priced:
 
 
 class Watched(HyperWidthExecutor):
-    """Notes what each job had decided and not handed out when it ended: ids of an accepted block."""
+    """Notes what each job left when it ended.
+
+    left: ids that were decided and not handed out, those of an accepted block. dropped: whether a forward over a
+    draft, launched behind such a block, was still running.
+    """
 
     left = 0
+    dropped = False
 
     def run(self, plan: WidthPlan, singleton: Engine) -> Engine:
         engine = super().run(plan, singleton)
@@ -136,6 +141,7 @@ class Watched(HyperWidthExecutor):
 
         def noted() -> Figures:
             running = singleton._run
+            self.dropped = running is not None and running.flight is not None
             self.left = 0 if running is None else len(running.decided) + (running.newest is not None)
             return stop()
 

@@ -58,6 +58,7 @@ def check_tally(tally: Tally, count: int) -> None:
     assert tally.launched - tally.committed > 3 * count, "and refused"
     assert tally.wins > count / 20, "on branches too"
     assert tally.cut > count / 6, "and answers end inside of them"
+    assert tally.dropped > count / 10, "while the next forward runs"
 
 
 @pytest.mark.prove

@@ -110,6 +110,27 @@ def test_a_budget_is_not_drafted_beyond(loaded: LoadedModel) -> None:
         wide.stop()
 
 
+def test_the_next_draft_runs_while_the_ids_of_the_last_are_handed_out_and_is_dropped_with_the_job(
+    loaded: LoadedModel,
+) -> None:
+    engine = build(loaded).engine
+    request = EngineRequest(prompt=(1, 2, 3), sampling=Sampling(seed=9), max_tokens=TOKENS, cache=False)
+    answer = [step.token for step in run(engine, request, TOKENS)]
+    engine.stop()
+    drafter = Oracle((1, 2, 3, *answer), loaded.vocabulary, 0.0)
+    wide = executor(engine, drafter, width=5).run(WidthPlan(5), engine)
+    for cut in range(2, 12):
+        assert [step.token for step in run(wide, request, cut)] == answer[:cut]
+        assert engine._run is not None
+        assert engine._run.flight is not None
+        figures = wide.stop()
+        assert figures.drafted == 4 * figures.widths[5], "a forward that was dropped is not told"
+        engine.index.pages.check()
+        assert not engine.index.pages.sequences
+    assert [step.token for step in run(wide, request, TOKENS)] == answer
+    wide.stop()
+
+
 def test_width_one_is_the_serial_path_itself_and_a_wider_plan_needs_an_executor(loaded: LoadedModel) -> None:
     engine = build(loaded).engine
     gate = WidthGate(engine)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from itertools import count
 from typing import Any
 
 from speculating.rig import DEVICES
 
 from worker.engine.engine import EngineRequest, Figures, Step, unheard
 from worker.engine.sample import Sampling
+from worker.engine.serial import Landed
 from worker.speculation.costs import Measured
 from worker.speculation.draft import Draft, Proposal
 from worker.speculation.executor import Parts, SpeculatingEngine
@@ -25,35 +25,55 @@ class Told:
     capacity = 10**6
 
     def __init__(self, text: list[int]) -> None:
-        self.text, self.at = text, PROMPT
+        # at: ids handed out; known: decided ones.
+        self.text, self.at, self.known = text, PROMPT, PROMPT
         self.newest: int | None = None
         self.ready: deque[int] = deque()
         self.drafted_at: list[int] = []
+        self.forwards = 0
 
     decided = property(lambda self: len(self.ready))
-    left = property(lambda self: len(self.text) - self.at - len(self.ready) - 1)
-    position = property(lambda self: self.at)
+    last = property(lambda self: self.ready[-1])
+    left = property(lambda self: len(self.text) - self.known - 1)
+    position = property(lambda self: self.known)
 
     def start(self, request: EngineRequest, progress: Any) -> None:
         del request, progress
 
     def step(self) -> Step:
         if not self.ready:
-            self.ready.append(self.text[self.at])
-            self.newest = None
+            self.advance()
         self.at += 1
         return Step(self.ready.popleft())
 
-    def verify(self, draft: Draft) -> tuple[int, ...]:
+    def advance(self) -> None:
+        """The newest id is decided."""
+        self._decide()
+        self.forwards += 1
+
+    def _decide(self) -> None:
+        self.ready.append(self.text[self.known])
+        self.known += 1
+        self.newest = None
+
+    def launch(self, draft: Draft) -> None:
+        self.drafted_at.append(self.known)
+        self.fresh = self.newest is None
+        self.flying = draft
+        if not self.fresh:
+            self._decide()
+
+    def land(self) -> Landed:
         """The newest id, then the drafted ones while they are the text's."""
-        self.drafted_at.append(self.at)
-        known = self.text[self.at + 1 :]
-        kept = next(
-            (place for place, token in enumerate(draft.tokens) if token != known[place]), len(draft.tokens)
-        )
-        self.ready += [self.text[self.at], *known[:kept]]
-        self.newest = known[kept]
-        return tuple(range(kept + 1))
+        self.forwards += 1
+        tokens = self.flying.tokens
+        known = self.text[self.known + self.fresh :]
+        kept = next((place for place, token in enumerate(tokens) if token != known[place]), len(tokens))
+        ids = self.text[self.known : self.known + self.fresh + kept + 1]
+        self.ready += ids[:-1]
+        self.known += len(ids) - 1
+        self.newest = ids[-1]
+        return Landed(tuple(range(kept + 1)), ids)
 
     def stop(self) -> Figures:
         return Figures(route="", row_invariant=True)
@@ -70,14 +90,19 @@ class Counted(Ngram):
 
 
 def answered(text: list[int]) -> tuple[list[int], Told, Counted]:
-    serial, drafter, seconds = Told(text), Counted(), count()
+    serial, drafter = Told(text), Counted()
     parts = Parts(
-        drafter=drafter, measured=Measured(DEVICES["H200"]), trees=False, clock=lambda: next(seconds) / 1000
+        drafter=drafter,
+        measured=Measured(DEVICES["H200"]),
+        trees=False,
+        clock=lambda: 1e4 + serial.forwards / 1000,
     )
     engine = SpeculatingEngine(16, serial, parts)  # type: ignore[arg-type]
     request = EngineRequest(prompt=tuple(text[:PROMPT]), sampling=Sampling(seed=0), max_tokens=len(text) - PROMPT)
     engine.start(request, unheard)
     said = [engine.step().token for _ in range(len(text) - PROMPT - 1)]
+    plain = parts.measured.steps(PROMPT)[0]
+    assert 1.0 <= plain <= DEVICES["H200"].forward(PROMPT, 1), "a step takes one millisecond here, as is learnt"
     return said, serial, drafter
 
 

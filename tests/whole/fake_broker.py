@@ -87,6 +87,7 @@ class FakeBroker:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._connections = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._socket.bind(endpoint)
         self._orders = self._context.socket(zmq.PULL)
         self._orders.bind(f"inproc://orders-{id(self)}")
@@ -99,6 +100,8 @@ class FakeBroker:
     def __exit__(self, *_: object) -> None:
         self._order(b"stop")
         self._thread.join(10)
+        self._socket.disable_monitor()
+        self._connections.close(linger=0)
         self._socket.close()
         self._orders.close()
         self._context.term()
@@ -114,6 +117,10 @@ class FakeBroker:
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.of(kind)) >= number, 10), f"no {kind.__name__} came"
             return self.of(kind)[number - 1]
+
+    def wait_until_connected(self) -> None:
+        """Until some client has a connection, of which nothing need have been heard."""
+        assert self._connections.poll(10_000), "nobody connects"
 
     def of(self, kind: type[Message]) -> list[Any]:
         return [message for message in self.heard if type(message) is kind]

@@ -40,11 +40,11 @@ BOMBS = [
 EXTREMES = (0, 1, 2**31, 2**53, 2**53 + 1, 2**63, 2**64 - 1)
 # A job of the attacker's own, which has ended.
 ENDED = b"ended before all"
-ABOUT_A_JOB = tuple(bytes([kind.KIND]) for kind in (m.Resume, m.GiveCredit, m.Cancel))
+ABOUT_A_JOB = tuple(bytes([kind.KIND]) for kind in (m.Resume, m.GiveCredit, m.Cancel, m.Kick))
 # A body above the limit of a job; rare, since sending them takes all the time.
 LARGE = bytes(1024**2 + 1)
 # Messages that may stay unanswered: they say something of a job, or goodbye.
-ANSWERED = (m.Hello, m.Submit, m.Status, m.Ping)
+ANSWERED = (m.Hello, m.Submit, m.Status, m.Kick, m.Delete, m.Ping)
 # Answers that may be on their way at once; far below what makes a producer a flooder.
 WINDOW = 64
 STREAM_TOKEN_S = 0.004

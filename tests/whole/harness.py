@@ -105,6 +105,11 @@ class Worker(Program):
         """The logged events of that name so far."""
         return [event for event in list(self.log) if event.event == name]
 
+    def ran(self, count: int) -> list[str]:
+        """The jobs it ran, checked as `check_worker` does, once there are *count*: the log's pipe may be behind."""
+        self.wait_for("run", count)
+        return check_worker(self.log)
+
     def wait_for(self, name: str, count: int = 1, limit: float = LIMIT_S) -> list[Event]:
         """Wait for *count* events of that name."""
         with self._grew:

@@ -20,8 +20,9 @@ from mtplx import BrokerUnreachableError, Client
 from mtplx import messages as m
 from mtplx.cli.main import main
 from mtplx.cli.serve import Service
+from mtplx.endpoints import dialled
 from mtplx.keys import BROKER, make
-from mtplx.settings import Settings, dialled
+from mtplx.settings import Settings
 
 # The list is looked at every 0.4 s; the rest is for a busy machine.
 WITHIN_S = 1.0

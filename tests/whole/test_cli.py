@@ -17,6 +17,7 @@ from whole.harness import service
 
 from mtplx.cli import demo, pull, run, serve
 from mtplx.cli.main import main
+from mtplx.cli.ops import print_map
 from mtplx.cli.options import load_settings
 from mtplx.cli.signals import Signals, ctrl_c_by_sigterm
 from mtplx.cli.spans import read_spans
@@ -283,15 +284,30 @@ def test_health_jobs_and_cancel_print_what_the_broker_says(broker: FakeBroker) -
     assert broker.wait_for(Cancel).id == bytes.fromhex(JOB)
 
 
+def test_texts_of_other_producers_do_not_move_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    print_map(
+        {
+            "job": {"prompt": "a\x1b]52;c;AAAA\x07b", "metadata": {"\x9b2J": "\u202ereversed"}},
+            "text": "one\ntwo ü 🌈",
+        }
+    )
+    shown = capsys.readouterr().out
+    assert [one for one in shown if not one.isprintable() and one != "\n"] == []
+    assert "a\\x1b]52" in shown
+    assert "one\ntwo ü 🌈" in shown
+
+
 def test_settings_without_a_command_mean_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Settings] = []
     monkeypatch.setattr(serve, "serve_until_told", lambda settings, say: served.append(settings) or 0)
     assert mtplx("--scheduler-mode", "serial").exit_code == 0
     assert mtplx("--scheduler-mode", "hyper", "serve", "--queue-jobs", "7").exit_code == 0
-    assert [one.scheduler_mode for one in served] == [SchedulerMode.SERIAL, SchedulerMode.HYPER]
+    assert [one.scheduler_mode for one in served[:2]] == [SchedulerMode.SERIAL, SchedulerMode.HYPER]
     assert served[1].queue_jobs == 7
+    assert mtplx("serve", "--http", "off").exit_code == 0
+    assert [one.http for one in served] == ["auto", "auto", "off"]
     assert "Usage" in mtplx().stdout
-    assert len(served) == 2
+    assert len(served) == 3
 
 
 def test_flags_after_the_command_win_over_those_before_it() -> None:
@@ -342,7 +358,7 @@ def test_the_spans_of_a_trace_file_become_trees(tmp_path: Path) -> None:
     ]
     path = tmp_path / "spans.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (root,) = read_spans(path)
+    (root,) = read_spans(path).roots
     assert root.name == "process q"
     assert root.attributes == {"mtplx.admit_seq": 4}
     assert sorted(child.name for child in root.children) == ["chat m", "queue q"]

@@ -72,6 +72,13 @@ def test_it_says_when_the_broker_is_bound_and_when_the_worker_is_ready(settings:
     assert running._worker.returncode == 0
 
 
+def test_it_says_where_its_page_is(settings: Settings) -> None:
+    with service(replace(settings, http="127.0.0.1:0"), scripted(settings)) as (running, said):
+        turn_until(running, lambda: running.ready)
+        assert f"Its page is at {running.health['broker']['http']}" in said
+        assert running.health["broker"]["http"].startswith("http://127.0.0.1:")
+
+
 def test_a_worker_that_crashes_is_started_again(settings: Settings) -> None:
     with service(settings, scripted(settings)) as (running, said):
         turn_until(running, lambda: running.ready)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -132,6 +133,23 @@ def test_a_lost_connection_resumes_from_the_tokens_received(endpoint: str) -> No
         assert (resumed.next_seq, resumed.tokens) == (2, 2)
         assert [type(message) for message in broker.heard[:2]] == [Hello, Resume]
         client.close()
+
+
+def test_what_the_lost_connection_had_brought_is_read_before_the_rest_is_asked_for(endpoint: str) -> None:
+    """The reader was busy elsewhere while chunks came, the broker went, and the next one was there."""
+    with FakeBroker(endpoint, only_admit) as broker:
+        client = Client(endpoint)
+        stream = client.submit("Hi")
+        broker.say(*chunks(stream.id)[:3])
+    with FakeBroker(endpoint) as broker, client:
+        broker.on_resume = lambda it: [*chunks(it.id, start=it.tokens), done(it.id)]
+        broker.wait_until_connected()
+        # The client's side of the handshake comes a moment later; too early this test proves less and passes.
+        time.sleep(0.1)
+        assert [piece.text for piece in stream] == list(WORDS)
+        assert stream.result().text == TEXT
+        resumed = broker.wait_for(Resume)
+        assert (resumed.next_seq, resumed.tokens) == (3, 3)
 
 
 def test_a_restarted_broker_that_forgot_a_job_that_began_ends_its_stream(endpoint: str) -> None:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -54,6 +55,18 @@ def test_a_file_of_somebody_else_at_the_path_is_refused_and_left_alone(tmp_path)
     assert foreign.read_text() == "precious"
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may give a file away")
+@pytest.mark.parametrize("given", ["front.sock", "."])
+def test_a_socket_or_a_folder_of_another_user_is_refused_and_left_alone(tmp_path, given):
+    tmp_path.chmod(0o700)
+    with socket.socket(socket.AF_UNIX) as foreign:
+        foreign.bind(str(tmp_path / "front.sock"))
+    os.chown(tmp_path / given, 65534, 65534)
+    refused = run_broker("--run-dir", str(tmp_path), "--state-dir", str(tmp_path.with_name("state")))
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
+    assert (tmp_path / "front.sock").is_socket()
+
+
 @pytest.mark.parametrize("make", ["link", "folder"])
 def test_a_lock_that_is_no_plain_file_is_refused_in_a_sentence(tmp_path, make):
     tmp_path.chmod(0o700)
@@ -66,6 +79,29 @@ def test_a_lock_that_is_no_plain_file_is_refused_in_a_sentence(tmp_path, make):
     assert (refused.returncode, "front.sock.lock" in refused.stderr) == (2, True)
     assert "Traceback" not in refused.stderr
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_start_on_a_full_disk_is_refused_in_a_sentence_and_leaves_nothing_in_the_way(tmp_path):
+    """A limit of no bytes for files stands for the disk: the first write of each fails."""
+    lowered = (
+        "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); "
+        "runpy.run_module('broker', run_name='__main__')"
+    )
+    run = tmp_path / "r"
+    command = [sys.executable, "-c", lowered, "--run-dir", str(run)]
+    refused = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=20, cwd=ROOT, check=False
+    )
+    assert (refused.returncode, refused.stderr.count("\n")) == (7, 1), refused.stderr
+    assert "make room" in refused.stderr
+    with service(run=run) as broker:
+        broker.answers().socket.close()
+
+
+def test_a_path_that_is_no_text_is_refused_in_a_sentence(tmp_path):
+    refused = run_broker("--run-dir", os.fsdecode(bytes(tmp_path) + b"/\xff"))
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
+    assert "--run-dir" in refused.stderr
 
 
 def test_a_path_too_long_for_a_socket_is_refused_with_both_lengths(tmp_path):
@@ -118,6 +154,7 @@ def test_a_client_that_always_submits_twice_gets_each_job_run_once():
         for job in jobs:
             producer.last_word(job)
         producer.health()
+        worker.wait_for("final", 20)
         assert len(worker.events("run")) == 20
 
 

@@ -45,7 +45,7 @@ def test_waiting_jobs_of_clients_that_are_gone_never_reach_the_worker():
         stayer.until(lambda one: isinstance(one, m.Progress) and one.position == 1)
         runner.say(m.Cancel(long))
         assert stayer.last_word(kept).outcome == "stop"
-        assert check_worker(worker.log) == [long.hex(), kept.hex()]
+        assert worker.ran(2) == [long.hex(), kept.hex()]
         assert stayer.health()["scheduler"]["hyper"]["abandoned_before_start_total"] == 2
 
 

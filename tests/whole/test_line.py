@@ -2,11 +2,12 @@
 
 import time
 
+import pytest
 import zmq
-from whole.harness import LAST_WORDS, check_stream, check_worker, rss_kib, service
+from whole.harness import LAST_WORDS, check_stream, rss_kib, service
 
+from mtplx import Client, wire
 from mtplx import messages as m
-from mtplx import wire
 
 
 def test_fifty_producers_with_four_jobs_each_run_in_admission_order_and_lose_nothing():
@@ -24,8 +25,8 @@ def test_fifty_producers_with_four_jobs_each_run_in_admission_order_and_lose_not
         admitted = [one for producer in producers for _, one in producer.log if isinstance(one, m.Admitted)]
         order = [one.id.hex() for one in sorted(admitted, key=lambda one: one.admit_seq)]
         assert len(order) == 200
-        assert check_worker(worker.log) == order
-        assert len(worker.events("final")) == 200
+        assert worker.ran(len(order)) == order
+        assert len(worker.wait_for("final", 200)) == 200
         hyper = producers[0].health()["scheduler"]["hyper"]
         assert (hyper["admitted_total"], hyper["completed_total"], hyper["active"]) == (200, 200, 0)
 
@@ -97,6 +98,21 @@ def test_a_waiting_client_and_one_in_a_long_prefill_hear_from_the_broker_on_a_cl
         assert read.phase == "prefill"
         assert reading.last_word(long).outcome == "stop"
         assert waiting.last_word(after).outcome == "stop"
+
+
+@pytest.mark.parametrize(
+    ("steps", "step_s", "idle_s"),
+    [(1, 3.0, 1.0), pytest.param(3, 20.0, 10.0, marks=pytest.mark.prove)],
+    ids=["one chunk of 3 s", "a minute in chunks of 20 s"],
+)
+def test_a_client_that_gives_up_on_silence_sits_through_a_long_prefill_and_the_wait_before_it(
+    steps, step_s, idle_s
+):
+    with service("--beat-s", "0.2", "--dead-s", "5") as broker:
+        broker.worker("--prefill-steps", str(steps), "--prefill-step-s", str(step_s))
+        with Client(broker.front, idle_timeout=idle_s) as client:
+            streams = [client.submit("one two", max_tokens=2) for _ in range(2)]
+            assert [stream.result().text for stream in reversed(streams)] == ["one two"] * 2
 
 
 def test_a_slow_reader_gets_everything_and_slows_nobody():

@@ -50,7 +50,7 @@ def test_a_producer_in_node_submits_streams_and_cancels(producer):
     assert said["cancelled"]["outcome"] == "cancelled"
     assert 3 <= said["cancelled"]["tokens"] < 1000
     assert said["refused"] == {"said": "refused", "code": "E_BAD_JOB", "field": "max_tokens", "retryable": False}
-    assert len(worker.events("run")) == 2
+    assert len(worker.wait_for("run", 2)) == 2
 
 
 def test_the_node_packages_are_pinned_and_name_no_registry():

@@ -58,7 +58,7 @@ def test_sigterm_leaves_running_and_waiting_jobs_to_the_next_broker():
             assert later.last_word(job).outcome == "stop"
             check_stream(later, job)
         assert later.last_word(running).run["attempt"] == 1
-        assert [event.id for event in worker.events("run")] == [job.hex() for job in (running, *waiting)]
+        assert [event.id for event in worker.wait_for("run", 4)] == [job.hex() for job in (running, *waiting)]
 
 
 def test_a_running_job_that_can_end_within_the_limit_does():

@@ -1,6 +1,7 @@
 """Programs that are killed in the middle of a stream, and clients that do not notice."""
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -158,7 +159,9 @@ def test_buried_jobs_are_seen_and_handled_on_the_command_line():
         front = ("--front", broker.front)
         assert killer.hex() in mtplx("jobs", "list", "--state", "buried", *front)
         assert killer.hex() not in mtplx("jobs", "list", "--state", "ended", *front)
-        assert killer.hex() in mtplx("jobs", *front)
+        listed = mtplx("jobs", *front).splitlines()
+        assert listed[0].split()[-1] == "OWNER"
+        assert (listed[1].split()[0], listed[1].split()[-1]) == (killer.hex(), f"uid:{os.getuid()}")
         shown = mtplx("jobs", "show", killer.hex()[:8], *front)
         assert "the prompt" in shown
         assert "E_POISON" in shown

@@ -34,7 +34,7 @@ def test_a_worker_killed_mid_job_costs_its_producer_nothing_and_the_next_worker_
         assert word.text == "".join(f"{token} " for token in range(60))
         assert (word.run["attempt"], word.run["resume_exact"]) == (2, True)
         assert producer.last_word(queued).outcome == "stop"
-        assert check_worker(successor.log) == [killed.hex(), queued.hex()]
+        assert successor.ran(2) == [killed.hex(), queued.hex()]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_job_that_ends_every_worker_before_its_first_token_is_buried_after_two
         assert (word.code, word.detail["attempts"], word.detail["tokens"]) == ("E_POISON", 2, 0)
         successor = broker.worker()
         assert producer.last_word(queued).outcome == "stop"
-        assert check_worker(successor.log) == [queued.hex()]
+        assert successor.ran(1) == [queued.hex()]
 
 
 def test_a_worker_that_fails_every_job_is_asked_again_and_each_job_hears_it_once():
@@ -144,11 +144,11 @@ def test_a_worker_told_to_stop_gives_its_job_up_at_its_limit_and_the_line_waits(
         producer.expect(m.Chunk, long)
         worker.send(signal.SIGTERM)
         assert worker.ended() == 0
-        assert check_worker(worker.log) == [long.hex()]
+        assert worker.ran(1) == [long.hex()]
         successor = broker.worker()
         # Handed back, which is no attempt; and before all others.
         successor.wait_for("run")
-        assert check_worker(successor.log) == [long.hex()]
+        assert successor.ran(1) == [long.hex()]
         producer.say(m.Cancel(long))
         assert producer.last_word(long).run["attempt"] == 1
         check_stream(producer, long)

@@ -20,7 +20,7 @@ MANIFEST: Final = "mtplx-manifest.json"
 _INDEX: Final = "model.safetensors.index.json"
 _JSON: Final = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
-_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SHARD: Final = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 # mlx-lm has no limit of its own; the longest header of a real model is a few MiB.
 _MAX_HEADER: Final = 100_000_000
@@ -45,7 +45,7 @@ def resolve_model(name_or_path: str, cache_dir: Path) -> Path:
         pass
     elif name_or_path and path.exists():
         raise ModelFilesError(f"{path} is a file; --model takes the directory with config.json in it.")
-    elif _HUB_ID.fullmatch(name_or_path):
+    elif HUB_ID.fullmatch(name_or_path):
         path = _download(name_or_path)
     else:
         raise ModelFilesError(

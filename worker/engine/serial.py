@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import mlx.core as mx
 
@@ -86,47 +86,74 @@ class SerialEngine:
         """As in `Engine`."""
         run = self._running()
         if not run.decided:
-            drawn = run.take_ahead()
-            more = len(run.answer) + 1 < run.request.max_tokens
-            if more and self.forward.one_ahead:
-                run.ahead = self._next(run, drawn)
-            run.decided.append(run.read(drawn))
-            if more and run.ahead is None:
-                run.ahead = self._next(run, drawn)
+            self.advance()
         step = run.decided.popleft()
         run.answer.append(step.token)
         return step
 
-    def verify(self, draft: Draft) -> tuple[int, ...]:
-        """Run one forward over the newest id and *draft*, in place of the next plain one.
+    def advance(self) -> None:
+        """Decide the newest id, and run the forward over it if another id may follow.
 
-        What it decides is handed out by the next steps, as plain ones would have drawn it.
-
-        Returns:
-            The path that was kept: rows, 0 for the newest id.
+        Raises:
+            NumericError: as in `step`.
         """
         run = self._running()
         drawn = run.take_ahead()
-        if not self.forward.one_ahead:
-            run.decided.append(run.read(drawn))
+        more = len(run.answer) + len(run.decided) + 1 < run.request.max_tokens
+        if more and self.forward.one_ahead:
+            run.ahead = self._next(run, drawn)
+        run.decided.append(run.read(drawn))
+        if more and run.ahead is None:
+            run.ahead = self._next(run, drawn)
+
+    def launch(self, draft: Draft) -> None:
+        """Start one forward over the newest id and *draft*, in place of the next plain one; `land` ends it.
+
+        Where the newest id is known it is decided, and may be handed out while the forward runs.
+        """
+        run = self._running()
+        newest, drawn = run.newest, run.take_ahead()
+        step = None if newest is None and self.forward.one_ahead else run.read(drawn)
         # Padded here, so that forward and draw run the few sizes that were made ready, and nothing is cut off.
-        padding = (0,) * (self.forward.size(draft.width) - draft.width)
-        tokens = mx.concatenate([drawn.token, mx.array((*draft.tokens, *padding), dtype=mx.uint32)])
+        drafted = (*draft.tokens, *(0,) * (self.forward.size(draft.width) - draft.width))
+        if step is None:
+            tokens = mx.concatenate([drawn.token, mx.array(drafted, dtype=mx.uint32)])
+        else:
+            # Of ids that the host knows: the device has nothing to cut out and to join before it may begin.
+            tokens = mx.array((step.token, *drafted), dtype=mx.uint32)
+            run.decided.append(step)
         first = place(run.opened.sequence.length + 1)
         wide = run.draws.rows(self.forward.rows(tokens, draft.parents), tokens, first, draft.parents)
         assert wide.path is not None, "a draw of rows tells the path"
         mx.async_eval(wide.path, *(wide.top or ()))  # type: ignore[no-untyped-call]
+        read = [] if step is None or newest is not None else [step.token]
+        run.flight = _Flight(draft, wide, drawn if step is None else None, read)
+
+    def land(self) -> Landed:
+        """Wait for the forward that was launched, and keep what holds of its draft.
+
+        What it decides is handed out by the next steps, as plain ones would have drawn it.
+        """
+        run = self._running()
+        assert run.flight is not None, "launch comes first"
+        (draft, wide, drawn, ids), run.flight = run.flight, None
+        assert wide.path is not None, "a draw of rows tells the path"
         last, *read = cast("list[int]", wide.path.tolist())
-        if self.forward.one_ahead:
+        if drawn is not None:
             # Drawn before: the wait was for both.
             run.decided.append(run.read(drawn))
+            ids.append(run.decided[-1].token)
         path = draft.path(last)
-        run.decided += [Step(draft.tokens[row - 1], _pairs(wide.top, draft.parents[row - 1])) for row in path[1:]]
         self.forward.keep(path)
         run.draws.accept(path)
+        for row in path[1:]:
+            ids.append(draft.tokens[row - 1])
+            run.decided.append(Step(ids[-1], _pairs(wide.top, draft.parents[row - 1])))
         run.widths[draft.width] += 1
         run.ahead, run.newest = wide.only(last), read[last]
-        return path
+        if run.newest != NOT_A_NUMBER:
+            ids.append(run.newest)
+        return Landed(path, ids)
 
     def resolve(self) -> int:
         """The newest id, `NOT_A_NUMBER` where it is none: waits for it, unless it is known."""
@@ -139,8 +166,13 @@ class SerialEngine:
 
     @property
     def decided(self) -> int:
-        """Ids that a verify forward has decided, and that `step` has not handed out."""
+        """Ids that are decided, and that `step` has not handed out."""
         return len(self._running().decided)
+
+    @property
+    def last(self) -> int:
+        """The latest id that is decided, and was not handed out."""
+        return self._running().decided[-1].token
 
     @property
     def newest(self) -> int | None:
@@ -163,6 +195,11 @@ class SerialEngine:
         run, self._run = self._run, None
         if run is None:
             return Figures(route=ROUTE, row_invariant=self.forward.row_invariant)
+        if run.flight is not None:
+            # Nobody waits for what it decides: none of its rows is kept, and row 0 goes below.
+            mx.eval(run.flight.wide.path)
+            self.forward.keep((0,))
+            run.flight = None
         if run.ahead is not None:
             # The step in flight writes its row: nobody may get that place before it has.
             mx.eval(run.ahead.read)
@@ -229,12 +266,36 @@ class SerialEngine:
         return self._draw(run, self.forward.rows(drawn.token))
 
 
+class Landed(NamedTuple):
+    """What came of a forward over a draft.
+
+    path: the rows that were kept, 0 for the id that was the newest. ids: those known since, in order; the last is
+    the newest id now, unless that is none.
+    """
+
+    path: tuple[int, ...]
+    ids: list[int]
+
+
+class _Flight(NamedTuple):
+    """A forward over a draft that was launched.
+
+    drawn: the draw of row 0's id, where nobody has read it. ids: that id, where it was read for this forward.
+    """
+
+    draft: Draft
+    wide: Drawn
+    drawn: Drawn | None
+    ids: list[int]
+
+
 @dataclass(slots=True)
 class _Run:
     """The request that runs.
 
     ahead: the draw of the newest id, whose row nobody has computed. newest: that id, where a verify forward has
-    told it. decided: what comes before it and was not handed out. widths: forwards by rows.
+    told it. decided: what comes before it and was not handed out. flight: the forward that draws beyond *decided*,
+    in the place of *ahead*. widths: forwards by rows.
     """
 
     request: EngineRequest
@@ -242,6 +303,7 @@ class _Run:
     draws: Draws
     ahead: Drawn | None = None
     newest: int | None = None
+    flight: _Flight | None = None
     decided: deque[Step] = field(default_factory=deque)
     answer: list[int] = field(default_factory=list)
     widths: Counter[int] = field(default_factory=Counter)

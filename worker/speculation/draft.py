@@ -86,6 +86,8 @@ class Draft:
 
     def path(self, row: int) -> tuple[int, ...]:
         """The rows from 0 down to *row*, both included."""
+        if self.is_chain:
+            return tuple(range(row + 1))
         path = [row]
         while path[-1]:
             path.append(self.parents[path[-1] - 1])

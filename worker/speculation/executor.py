@@ -2,7 +2,11 @@
 
 The serial engine computes and draws; here is decided when a forward has more rows than one. While nothing is
 drafted it runs one token ahead, as it does alone, and its newest id is not known yet: what was expected in its
-place is left out of the first draft. After a forward with drafts all is known, and the next one begins behind it.
+place is left out of the first draft. After a forward with drafts all is known; the next one is launched at once,
+and what the last one decided is handed out while the device runs.
+
+To look for a draft costs the host time, which a small model has not to spare. The longer nothing was drafted, the
+more steps are the serial engine's alone until the next look; the drafter is told of their ids then.
 """
 
 from __future__ import annotations
@@ -30,8 +34,9 @@ _LEAST_BUDGET: Final = 3
 # Of what rows would bring if all were kept, the share that they must not cost: drafts err, and clocks do.
 _HOPED: Final = 0.9
 _MOST_FORKS: Final = 3
-# A text that offered no draft for so many steps is looked at every so often: a look costs the host time.
-_QUIET_AFTER, _LOOK_EVERY = 32, 8
+# Of steps without a draft so many make the time between two looks a step longer, and more in a job of whose drafts
+# this share was kept; there are at most so many steps from look to look.
+_IMPATIENT, _PATIENT, _PAYS, _LOOK_EVERY = 4, 8, 0.3, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,18 +97,9 @@ class SpeculatingEngine:
         self._drafter = parts.drafter
         self._clock = parts.clock
         self._planner = Planner(parts.measured, widest - 1, parts.trees, parts.drafter.traits)
+        self._forks = _MOST_FORKS if parts.trees else 0
         self._shadow = Shadow()
-        # What the latest step came to, told when the next one begins: it lasts until then.
-        self._outcome: _Outcome | None = None
-        self._began = 0.0
-        # Whether the drafter knows the newest id before it is handed out.
-        self._told = False
-        self._launched = self._committed = 0
-        # Steps since the latest draft, the ids of those that the drafter was not told of, and whether it proposed
-        # anything when it was last asked.
-        self._plain = 0
-        self._unseen: list[int] = []
-        self._offered = False
+        self._forget()
 
     def warm_up(self) -> None:
         """As in `Engine`."""
@@ -113,9 +109,7 @@ class SpeculatingEngine:
         """As in `Engine`."""
         self._planner.begin()
         self._shadow.drop()
-        self._outcome, self._told = None, False
-        self._launched = self._committed = 0
-        self._plain, self._unseen, self._offered = 0, [], False
+        self._forget()
         self._serial.start(request, progress)
         ids = (*request.prompt, *request.drawn)
         terms = Terms(
@@ -127,25 +121,31 @@ class SpeculatingEngine:
         self._drafter.begin(ids, request.sampling, terms)
         self._began = self._clock()
 
+    def _forget(self) -> None:
+        """What is known of a job before its first step."""
+        # What came of the latest step with a draft, or of one that left a draft alone, told when the next one
+        # begins: it lasts until then. And the draft whose forward runs.
+        self._outcome: _Outcome | None = None
+        self._flight: tuple[Plan, Draft] | None = None
+        # The account of steps: when it began, how many plain ones it has, whether more than they took the time.
+        self._began, self._steps, self._mixed = 0.0, 0, False
+        self._launched = self._committed = 0
+        # Steps since the latest draft, and until the next look.
+        self._plain = self._left = 0
+        # Ids of plain steps that the drafter was not told of.
+        self._unseen: list[int] = []
+
     def step(self) -> Step:
         """As in `Engine`."""
-        self._plain += 1
-        if self._rests():
-            step = self._serial.step()
-            self._unseen.append(step.token)
-            return step
-        if not self._serial.decided:
-            self.width = 1
-            now = self._clock()
-            self._tell((now - self._began) * 1e3 / (1 + len(self._unseen)))
-            self._catch_up()
-            self._began = now
-            self._verify_a_draft()
-        step = self._serial.step()
-        if not self._told:
-            self._became_text((step.token,))
-        self._told = False
-        return step
+        serial = self._serial
+        if not serial.decided:
+            if self._left:
+                self._left -= 1
+                step = serial.step()
+                self._unseen.append(step.token)
+                return step
+            self._go_on()
+        return serial.step()
 
     def stop(self) -> Figures:
         """As in `Engine`."""
@@ -165,68 +165,111 @@ class SpeculatingEngine:
         """As in `Engine`."""
         return self._serial.counts()
 
-    def _rests(self) -> bool:
-        """Whether this step is the serial engine's alone."""
-        quiet = self._plain > _QUIET_AFTER and self._plain % _LOOK_EVERY != 0 and not self._offered
-        return quiet and self._drafter.traits.free and not self._serial.decided
+    def _go_on(self) -> None:
+        """Start what comes next, now that all that was decided is handed out; something is decided then."""
+        while not self._serial.decided:
+            if self._flight is not None:
+                self._land(*self._flight)
+            self._start_next()
 
-    def _catch_up(self) -> None:
-        """Tell of the ids of steps that were not looked at."""
+    def _land(self, plan: Plan, draft: Draft) -> None:
+        self._flight = None
+        path, ids = self._serial.land()
+        self.width = draft.width
+        self._launched += len(draft)
+        self._committed += len(path) - 1
+        self._outcome = _Outcome(plan, len(path) - 1, left_trunk(draft, path))
+        self._became_text(ids)
+
+    def _start_next(self) -> None:
+        """Launch a forward over a draft that is worth it, else a plain one."""
+        serial = self._serial
+        newest = serial.newest
+        if newest == NOT_A_NUMBER and serial.decided:
+            # The answer breaks off, behind what is decided.
+            return
         if self._unseen:
             self._became_text(self._unseen)
             self._unseen = []
+        # Behind the last node one more is drawn.
+        limit = min(self._widest, serial.left) - 1
+        if limit >= 1 and newest != NOT_A_NUMBER:
+            if self._drafter.traits.free:
+                self._launch_what_there_is(limit, newest)
+            else:
+                self._account()
+                self._launch_what_is_asked_for(limit, newest)
+        if self._flight is None:
+            self._run_plain()
+
+    def _run_plain(self) -> None:
+        """One plain step, and how many follow it before the next look."""
+        serial = self._serial
+        known = serial.newest is not None
+        # Where ids wait to be handed out, that is part of the time until the next look, which is no plain step's.
+        self._mixed = bool(serial.decided)
+        if not self._mixed:
+            self.width = 1
+        serial.advance()
+        if not known:
+            self._unseen.append(serial.last)
+        self._plain += 1
+        self._steps += 1
+        if self._drafter.traits.free:
+            patience = _PATIENT if self._committed >= _PAYS * self._launched else _IMPATIENT
+            self._left = min(self._plain // patience, _LOOK_EVERY - 1)
+            self._plain += self._left
+            self._steps += self._left
+
+    def _account(self) -> None:
+        """The steps since the latest account are over: what came of them is told, and another account begins."""
+        now = self._clock()
+        if self._outcome is None and self._steps:
+            self._outcome = _Outcome(Plan(self._serial.position))
+        self._tell(0.0 if self._mixed else (now - self._began) * 1e3)
+        self._began, self._steps, self._mixed = now, 0, False
 
     def _tell(self, ms: float) -> None:
-        """Tell the planner what came of the latest step. *ms*: how long it lasted; 0 where nobody knows."""
+        """Tell the planner what came of the latest steps. *ms*: how long they lasted; 0 where nobody knows."""
         if self._outcome is not None:
-            self._planner.told(self._outcome.plan, self._outcome.accepted, ms, self._outcome.turned)
+            plan, accepted, turned = self._outcome
+            steps = max(self._steps, 1)
+            self._planner.told(plan, accepted, ms / steps, turned, steps)
             self._outcome = None
 
     def _became_text(self, ids: Sequence[int]) -> None:
-        for token in ids:
-            watched = self._shadow.extend((token,))
-            if watched is not None:
-                self._planner.watched(self._serial.position, *watched)
+        watched = self._shadow.extend(ids)
+        if watched is not None:
+            self._planner.watched(self._serial.position, *watched)
         self._drafter.extend(ids)
 
-    def _verify_a_draft(self) -> None:
-        """Run a forward over a draft in place of the next plain one, if there is one that is worth it."""
-        newest = self._serial.newest
-        # Behind the last node one more is drawn.
-        limit = min(self._widest, self._serial.left) - 1
-        if limit < 1 or newest == NOT_A_NUMBER:
-            return
-        if newest is not None:
-            self._became_text((newest,))
-            self._told = True
-        if self._drafter.traits.free:
-            self._verify_what_there_is(limit, newest)
-        else:
-            self._verify_what_is_asked_for(limit, newest)
-
-    def _verify_what_there_is(self, limit: int, newest: int | None) -> None:
+    def _launch_what_there_is(self, limit: int, newest: int | None) -> None:
         """Of what the drafter proposes, whatever comes of it."""
-        serial = self._serial
-        if newest is None:
-            whole = self._drafter.propose(min(limit + 1, MAX_NODES), 0)
-            # The first id is being drawn; no forks, for the text behind it is a guess.
-            plan = self._planner.plan(serial.position, whole.margins[1:])
-        else:
-            whole = self._drafter.propose(limit, _MOST_FORKS)
-            plan = self._planner.plan(serial.position, whole.margins, whole.turns)
+        position = self._serial.position
+        # Where the newest id is being drawn it is the first of the proposal; no forks, for the text behind it is a
+        # guess.
+        guessed = int(newest is None)
+        forks = 0 if guessed else self._most_forks(limit)
+        whole = self._drafter.propose(min(limit + guessed, MAX_NODES), forks)
+        offered = len(whole.margins) > guessed
+        # Plain steps in a row have one account: each look at them costs the host little more than the look.
+        if offered or self._outcome is not None or self._mixed:
+            self._account()
+        if not offered:
+            self._shadow.take(whole)
+            return
+        plan = self._planner.plan(position, whole.margins[guessed:], whole.turns if forks else ())
         self._outcome = _Outcome(plan)
-        self._offered = bool(whole.margins)
         if not plan.nodes:
             self._shadow.take(whole)
             return
         self._shadow.drop()
-        if newest is None:
-            draft = Draft.chain(whole.draft.tokens[1 : 1 + plan.depth])
+        if plan.forks or guessed + plan.depth > whole.draft.trunk:
+            self._launch(plan, self._drafter.propose(plan.nodes, plan.forks).draft)
         else:
-            draft = self._drafter.propose(plan.nodes, plan.forks).draft
-        self._verify(plan, draft)
+            self._launch(plan, Draft.chain(whole.draft.tokens[guessed : guessed + plan.depth]))
 
-    def _verify_what_is_asked_for(self, limit: int, newest: int | None) -> None:
+    def _launch_what_is_asked_for(self, limit: int, newest: int | None) -> None:
         """Of a drafter that takes time: it is asked only if a draft is planned, and knows all of the text."""
         serial, drafter = self._serial, self._drafter
         plan = self._planner.plan(serial.position, None)
@@ -238,23 +281,25 @@ class SpeculatingEngine:
             if newest == NOT_A_NUMBER:
                 return
             self._became_text((newest,))
-            self._told = True
         # A drafter that was left alone has to read; neither that nor the wait for the newest id is a draft's.
         drafter.catch_up()
         self._began = self._clock()
         proposal = drafter.propose(min(plan.depth, limit), 0)
         if not proposal.margins:
             return
-        plan = self._planner.refined(plan, proposal.margins, proposal.turns)
-        self._verify(plan, drafter.propose(plan.nodes, plan.forks).draft)
+        turns = proposal.turns if self._most_forks(limit) else ()
+        plan = self._planner.refined(plan, proposal.margins, turns)
+        self._launch(plan, drafter.propose(plan.nodes, plan.forks).draft)
 
-    def _verify(self, plan: Plan, draft: Draft) -> None:
-        path = self._serial.verify(draft)
+    def _most_forks(self, limit: int) -> int:
+        """None near the end of the budget: the planner knows no end, and forks come beside the trunk."""
+        return self._forks if limit == self._widest - 1 else 0
+
+    def _launch(self, plan: Plan, draft: Draft) -> None:
+        self._serial.launch(draft)
+        self._flight = plan, draft
+        self._outcome = None
         self._plain = 0
-        self.width = draft.width
-        self._launched += len(draft)
-        self._committed += len(path) - 1
-        self._outcome = _Outcome(plan, len(path) - 1, left_trunk(draft, path))
 
 
 class _Outcome(NamedTuple):

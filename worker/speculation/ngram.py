@@ -122,13 +122,13 @@ class Ngram:
 
     def extend(self, ids: Sequence[int]) -> None:
         """*ids* became text: the match is followed or broken."""
-        for token in ids:
+        text, long, short = self._text, self._long.push, self._short.push
+        for place, token in enumerate(ids, start=len(text)):
             if self._match is not None:
                 self._follow(self._match, token)
-            place = len(self._text)
-            self._text.append(token)
-            self._long.push(token, place)
-            self._short.push(token, place)
+            text.append(token)
+            long(token, place)
+            short(token, place)
 
     def propose(self, limit: int, forks: int = 0) -> Proposal:
         """The continuation of the match, as the trunk, and of other places, as forks, where they differ from it.

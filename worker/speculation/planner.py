@@ -20,6 +20,7 @@ from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 from worker.speculation.costs import Costs, Measured
@@ -112,14 +113,23 @@ class _Acceptance:
         kept = self.traits.kept
         return max(kept[kind] if kind < len(kept) else sum(kept) / len(kept), self.hope)
 
-    def of(self, kind: int, depth: int) -> float:
-        """The chance that a draft of this kind and depth is kept, where those before it are."""
+    def reach(self, kinds: Sequence[int]) -> list[float]:
+        """The chance that each depth, 0 first, is kept together with those before it."""
+        reach, latest, whole = [1.0], (-1, False), 0.0
+        for depth, kind in enumerate(kinds, start=1):
+            if latest != (kind, depth > 1):
+                latest, whole = (kind, depth > 1), self._of_kind(kind, depth > 1)
+            own = self.depths.get((kind, depth))
+            kept = own.near(whole, _KIND_TESTS, self.now) if own else whole
+            reach.append(reach[-1] * kept)
+            if reach[-1] < _LEAST_REACH:
+                break
+        return reach
+
+    def _of_kind(self, kind: int, deep: bool) -> float:
+        alike = self.kinds.get((kind, deep))
         whole = self.believed(kind)
-        alike = self.kinds.get((kind, depth > 1))
-        if alike:
-            whole = alike.near(whole, _PRIOR_TESTS, self.now)
-        own = self.depths.get((kind, depth))
-        return own.near(whole, _KIND_TESTS, self.now) if own else whole
+        return alike.near(whole, _PRIOR_TESTS, self.now) if alike else whole
 
     def gain(self) -> float:
         """Tokens that a fork brings where the trunk misses at its depth."""
@@ -255,16 +265,20 @@ class Planner:
             best = plan._replace(nodes=min(plan.depth, drafted), depth=min(plan.depth, drafted), forks=0)
         return best._replace(beside_ms=(drafted - best.nodes) * draft_ms)
 
-    def told(self, plan: Plan, accepted: int, ms: float, turned: int = 0) -> None:
+    def told(self, plan: Plan, accepted: int, ms: float, turned: int = 0, steps: int = 1) -> None:
         """The step of *plan* took *ms* and kept *accepted* nodes, the depth that its path reached.
 
-        turned: the depth at which the path left the trunk; 0: nowhere.
+        ms: 0 where nobody knows: as long as expected. turned: the depth at which the path left the trunk; 0:
+        nowhere. steps: how many alike there were in a row, of *ms* each.
         """
         if ms > 0:
             self.measured.learn(plan.context, plan.nodes, max(ms - plan.beside_ms, 0.0))
-        plain = self.measured.steps(plan.context)[0]
-        self._tokens = self._tokens * _PACE_FADES + 1 + accepted
-        self._time = self._time * _PACE_FADES + ms / plain
+        expected = self.measured.steps(plan.context)
+        plain, ms = expected[0], ms or expected[plan.nodes]
+        fades = _PACE_FADES**steps
+        weight = (1 - fades) / (1 - _PACE_FADES)
+        self._tokens = self._tokens * fades + weight * (1 + accepted)
+        self._time = self._time * fades + weight * ms / plain
         self._drafting = plan.nodes > 0
         if not plan.nodes:
             return
@@ -324,39 +338,30 @@ class Planner:
         """The draft that gains most, and how much more than it has to, in plain steps; *steps*: what they take."""
         worth = min(self._time / self._tokens, 1.0)
         reluctance = _GO_ON if self._drafting or self._gate.trial else _BEGIN
-        reach = self._reach(kinds)
+        reach = self._kept.reach(kinds)
         # A trial is to last: it takes what costs hardly more than the least draft. And no draft may lose more than
         # the latest ones saved, beside what the gate bears.
         dearest = steps[1] * _CHEAP if self._gate.trial else steps[0] * (1 + self._gate.stake)
         best, most = Plan(context), -1e9
+        sums = list(accumulate(reach))
         for forks in range(min(len(turns), self._forks) + 1):
             taken = tuple(turns[:forks])
             branches = forks * self._traits.branch
             gained = self._fork_gains(taken, reach)
             deepest = min(len(reach) - 1, self._limit - branches)
-            tokens = 0.0
             for depth in range(1, deepest + 1):
-                tokens += reach[depth] + gained.get(depth, 0.0)
                 nodes = depth + branches
                 # Where one more costs nothing it is taken.
                 if depth < deepest and steps[nodes + 1] <= steps[nodes]:
                     continue
                 if steps[nodes] > dearest:
                     break
+                tokens = sums[depth] - 1 + sum(gain for turn, gain in gained.items() if turn <= depth)
                 price = steps[nodes] / steps[0]
                 gain = worth * tokens - (price - 1) - reluctance * price
                 if gain > most:
                     most, best = gain, Plan(context, nodes, forks, depth, kinds, taken)
         return best, most
-
-    def _reach(self, kinds: tuple[int, ...]) -> list[float]:
-        """The chance that each depth, 0 first, is kept together with those before it."""
-        reach = [1.0]
-        for depth, kind in enumerate(kinds, start=1):
-            reach.append(reach[-1] * self._kept.of(kind, depth))
-            if reach[-1] < _LEAST_REACH:
-                break
-        return reach
 
     def _fork_gains(self, turns: tuple[int, ...], reach: list[float]) -> dict[int, float]:
         """Tokens that the forks are expected to bring, by depth: where the trunk misses there."""
