@@ -335,8 +335,8 @@ class Machine:
         for record in self.jobs:
             if not record.over and record.reading.route is None and not record.finish:
                 # After a restart there may have been more time left than that.
-                left = record.orphan_until - self._last_turn
-                self._timers.await_return(record, now, max(self.settings.orphan_s, left))
+                left = max(self.settings.orphan_s, record.orphan_until - self._last_turn)
+                self._timers.await_return(record, now, left)
 
     def _ring(self, kind: str, record: Record, now: Now) -> None:
         if kind == "ttl" and (record.phase is not Phase.WAITING or record.begun):
@@ -384,8 +384,6 @@ class Machine:
     def drained(self) -> bool:
         """True once nothing runs, and everything was said or its readers had their time."""
         return self._drain.over
-
-    # --- small things
 
     def report(self, now: Now) -> dict[str, Any]:
         """The health report."""
