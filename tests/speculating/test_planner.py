@@ -202,6 +202,26 @@ def test_what_a_job_measured_of_the_costs_outlives_it():
     assert planner.measured.steps(0)[0] == costs.forward(0, 1), "the plain step has its own times"
 
 
+@pytest.mark.parametrize(("times", "steps"), [(200, 1), (1000, 4), (3, 40)])
+@pytest.mark.parametrize("traits", [NGRAM, GAPS], ids=["watched", "asked"])
+@pytest.mark.parametrize("device", ["H200", "M5 Max 70B", "M4 Pro matmul", "M1 Ultra 27B"])
+def test_a_machine_that_was_busy_for_a_while_costs_no_later_job_its_drafts(device, traits, times, steps):
+    """A stalled reader, a process that was stopped, another program on the device: then all is as it was."""
+    costs, text = DEVICES[device], steady((0.95,), 12)
+
+    def speedup(planner: Planner) -> float:
+        planner.begin()
+        return planned(planner, costs, text, 3000, watch=traits.free).speedup
+
+    planner = Planner(costs, 15, False, traits)
+    planned(planner, costs, text, 300, watch=traits.free)
+    for at in range(steps):
+        plan = planner.plan(at, (1.0,) * 15)
+        planner.told(plan, plan.depth, times * price(costs, plan.nodes))
+    speedup(planner)
+    assert speedup(planner) >= 0.9 * speedup(Planner(costs, 15, False, traits))
+
+
 def test_the_figures_count_what_was_told():
     planner = Planner(DEVICES["H200"], 15, True, MODEL)
     plans = [planner.plan(0, (1.0,) * 4), planner.plan(5, (1.0,) * 4)]

@@ -9,10 +9,13 @@ from typing import Final
 
 from worker.speculation.draft import MAX_NODES
 
-# A measured time counts by this share; one that is twice as long as expected by a quarter of it, for the machine
-# was busy with something else.
+# A measured time counts by this share; one that is twice as long as expected by a quarter of it, and as no longer
+# than thrice, for the machine was busy with something else.
 _SHARE: Final = 0.06
 _LEAST, _MOST = 0.5, 3.0
+# After so many steps a kind of draft that was none of them comes nearer by this part to the nearest kind that was:
+# what looked dear while the machine was busy would not be measured again.
+_FADE_EVERY, _FADE = 64, 0.25
 # Contexts so near are one.
 _CONTEXTS: Final = 256
 # Steps of so many rows, or fewer down to the size before, share a correction; 0: the plain step.
@@ -72,6 +75,9 @@ class Measured:
     costs: Costs
     _factors: dict[int, float] = field(default_factory=lambda: dict.fromkeys(_KINDS, 1.0))
     _seen: set[int] = field(default_factory=set)
+    # How many steps were told, and the kinds of the latest of them.
+    _told: int = 0
+    _lately: set[int] = field(default_factory=set)
     _tables: dict[int, list[float]] = field(default_factory=dict)
     # The steps at the place of the latest context, with the factors as they are; -1: nowhere.
     _at: int = -1
@@ -91,19 +97,30 @@ class Measured:
 
     def learn(self, context: int, nodes: int, ms: float) -> None:
         """A step that verified *nodes* took *ms*."""
-        expected = self.steps(context)[nodes]
-        share = _SHARE if ms < 2 * expected else _SHARE / 4
+        times = min(ms / self.steps(context)[nodes], _MOST)
+        share = _SHARE if times < 2 else _SHARE / 4
         kind = _KINDS[nodes]
-        factor = self._factors[kind] * (1 + share * (ms / expected - 1))
+        factor = self._factors[kind] * (1 + share * (times - 1))
         self._factors[kind] = min(max(factor, _LEAST), _MOST)
-        if not kind:
+        self._told += 1
+        self._lately.add(kind)
+        if kind:
+            self._at = -1
+            # What no step has shown yet is like the nearest that one has: they share the wait.
+            self._seen.add(kind)
+            for other in set(_KINDS[1:]) - self._seen:
+                self._factors[other] = self._factors[min(self._seen, key=lambda one: abs(one - other))]
+        else:
             self._steps[0] = self._tables[self._at][0] * self._factors[0]
-            return
+        if self._told % _FADE_EVERY == 0:
+            self._fade()
+
+    def _fade(self) -> None:
+        for kind in set(_KINDS[1:]) - self._lately:
+            near = min(self._lately, key=lambda one: abs(one - kind))
+            self._factors[kind] += _FADE * (self._factors[near] - self._factors[kind])
+        self._lately.clear()
         self._at = -1
-        # What no step has shown yet is like the nearest that one has: they share the wait.
-        self._seen.add(kind)
-        for other in set(_KINDS[1:]) - self._seen:
-            self._factors[other] = self._factors[min(self._seen, key=lambda one: abs(one - other))]
 
     def _uncorrected(self, place: int) -> list[float]:
         table = self._tables.get(place)
