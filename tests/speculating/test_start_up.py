@@ -115,6 +115,7 @@ def test_models_without_trees_are_drafted_in_chains_and_health_says_why(tiny_mod
     start.room.gate.executor = found.executor
     chunks, final = start.room.run(body)
     assert [token for chunk in chunks for token in chunk.ids] == plain
+    assert final.row_invariant is False, "mlx-lm's module promises no equal rows"
     assert final.speculation["rows_committed"] > 5
 
 
@@ -169,4 +170,5 @@ def test_a_worker_starts_with_every_kind_of_model_in_the_mode_that_is_the_defaul
     monkeypatch.setattr(runtime, "Worker", lambda _settings, offer, *_, **__: offer)
     info = runtime.start(settings).info
     assert info["width_executor"] is True
+    assert info["row_invariant"] is False, "without our kernels"
     assert info["most_rows"] == 1 or not info["width_why"] or "chain" in info["width_why"]
