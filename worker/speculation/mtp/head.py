@@ -27,7 +27,7 @@ class Out(NamedTuple):
     normed: mx.array
 
 
-class Head(nn.Module):  # type: ignore[misc] - MLX ships no types
+class Head(nn.Module):  # type: ignore[misc]  # MLX ships no types
     """One step module: two norms, the joint projection, a block, a norm.
 
     Args:
