@@ -249,7 +249,7 @@ def verify(rig: Rig, lane: DenseInPlace, meta: mx.array, rows: int, calls: int) 
     """Milliseconds of a forward of *rows* rows, each fed by the tokens of the one before, nothing read between."""
 
     def step(tokens: mx.array) -> mx.array:
-        logits, _, rig.pool.arrays = lane.bank.run(tokens, meta, rig.pool.arrays)
+        logits, _, rig.pool.arrays, _ = lane.bank.run(tokens, meta, rig.pool.arrays)
         return mx.argmax(logits, axis=-1).astype(mx.uint32)
 
     tokens = step(mx.zeros((rows,), dtype=mx.uint32))
@@ -288,7 +288,7 @@ def differing(rig: Rig, lane: DenseInPlace, context: int) -> int:
             parts = []
             for start in range(0, MAX_ROWS, count):
                 meta = mx.array([context + start, *table], dtype=mx.int32)
-                logits, _, rig.pool.arrays = lane.bank.run(tokens[start : start + count], meta, rig.pool.arrays)
+                logits, _, rig.pool.arrays, _ = lane.bank.run(tokens[start : start + count], meta, rig.pool.arrays)
                 mx.eval(logits)
                 parts.append(logits)
             got = mx.concatenate(parts).view(mx.uint16)

@@ -114,9 +114,9 @@ class Priced:
         self.now = 0.0
         rows: Callable[..., Any] = engine.forward.rows
 
-        def priced(tokens: Any, parents: Any = None) -> Any:
+        def priced(tokens: Any, parents: Any = None, last: Any = None) -> Any:
             self.now += costs.forward(0, tokens.size) / 1e3
-            return rows(tokens, parents)
+            return rows(tokens, parents) if last is None else rows(tokens, parents, last)
 
         engine.forward.rows = priced  # type: ignore[method-assign]
 
@@ -141,7 +141,7 @@ class Watched(HyperWidthExecutor):
 
         def noted() -> Figures:
             running = singleton._run
-            self.dropped = running is not None and running.flight is not None
+            self.dropped = running is not None and bool(running.flights)
             self.left = 0 if running is None else len(running.decided) + (running.newest is not None)
             return stop()
 

@@ -122,7 +122,7 @@ def test_the_next_draft_runs_while_the_ids_of_the_last_are_handed_out_and_is_dro
     for cut in range(2, 12):
         assert [step.token for step in run(wide, request, cut)] == answer[:cut]
         assert engine._run is not None
-        assert engine._run.flight is not None
+        assert engine._run.flights
         figures = wide.stop()
         assert figures.drafted == 4 * figures.widths[5], "a forward that was dropped is not told"
         engine.index.pages.check()

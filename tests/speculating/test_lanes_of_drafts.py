@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -343,9 +344,10 @@ def test_of_a_tree_in_place_only_kernels_touch_a_pool(rows: int, monkeypatch: py
                 takers.add(told["name"])
 
     tokens, meta = mx.zeros((rows,), dtype=mx.uint32), mx.zeros((9,), dtype=mx.int32)
-    mx.export_function(hear, bank._forward, tokens, meta, *pool.arrays)
+    mx.export_function(hear, partial(bank._forward, False), tokens, meta, *pool.arrays)
     chain, names[""] = names[""], 0
-    mx.export_function(hear, bank._over_tree, tokens, meta, mx.zeros((2, 16), dtype=mx.int32), *pool.arrays)
+    over_tree = partial(bank._over_tree, False)
+    mx.export_function(hear, over_tree, tokens, meta, mx.zeros((2, 16), dtype=mx.int32), *pool.arrays)
     assert takers == {"CustomKernel"}
     assert names[""] == chain, "a tree is an operand, no step of its own"
 
@@ -355,7 +357,7 @@ def test_tracing_compiles_every_size_as_chain_and_as_tree() -> None:
     rig = Rig.packed(packed, "in place")
     with rig.job(IDS[:33], 31):
         rig.lane.trace()
-        wanted = {(size, False) for size in SIZES} | {(size, True) for size in TREE_SIZES}
+        wanted = {(size, False, False) for size in SIZES} | {(size, True, False) for size in TREE_SIZES}
         assert set(rig.lane.bank._compiled) == wanted
         rig.rows([1, 2, 3], (0, 0))
         rig.lane.keep((0, 2))

@@ -13,9 +13,9 @@ from collections.abc import Sequence as Ids
 from typing import cast
 
 import mlx.core as mx
-import numpy as np
 
-from worker.engine.forward import MAX_ROWS, Path, Started, branching, positions_within
+from worker.engine.forward import MAX_ROWS, Follower, Path, Started, branching, positions_within
+from worker.engine.host_tables import HostTables, further
 from worker.engine.packed import Layer, Packed
 from worker.engine.verify_bank import SIZES, TREE_SIZES, Switches, VerifyBank, size_for
 from worker.kernels import rows as trees_of
@@ -44,6 +44,8 @@ class DenseInPlace:
     why = ""
     width = MAX_ROWS
     cuts = True
+    pipelines = True
+    follower: Follower | None = None
 
     def __init__(self, packed: Packed, pool: Pool, *, prefill_rows: int, switches: Switches) -> None:
         self.bank = VerifyBank(packed, switches)
@@ -57,25 +59,28 @@ class DenseInPlace:
         self._moved = cast("Moved", mx.compile(self._move_all)) if self.bank.in_place else self._move_all
         self.trees = switches.trees
         self.why_narrow = "" if switches.trees else "forwards over trees are switched off"
-        # Room for the longest table, and never so short that MLX passes it by value.
-        self._width = max(8, 1 + pool.pages)
+        self._tables = HostTables(pool.pages)
+        self.pages = pool.pages
         self._sequence: Sequence | None = None
         self._meta: mx.array | None = None
         # Length of the sequence and version of its table for which meta was made.
         self._meta_of = (-1, -1)
-        # Meta as the host knows it, and the version of the table it holds.
-        self._host = np.zeros(self._width, dtype=np.int32)
-        self._host_of = -1
         # What comes after all that was started; None where the host knows that it is computed.
         self._latest: mx.array | None = None
-        # The latest rows that may still be taken back.
+        # The latest rows that may still be taken back, and the meta that they were computed with; then rows that
+        # were started behind these before a path of them was known.
         self._open: Started | None = None
+        self._open_meta: mx.array | None = None
+        self._ahead: Started | None = None
 
     def begin(self, opened: Opened) -> None:
         """As in `Forward`."""
         self.end()
         self._pool.copy(opened.copies)
-        self._sequence, self._host_of = opened.sequence, -1
+        self._sequence = opened.sequence
+        self._tables.take(opened.sequence)
+        if self.follower is not None:
+            self.follower.begin(opened)
 
     def size(self, rows: int) -> int:
         """As in `Forward`: a row count that is compiled."""
@@ -94,10 +99,12 @@ class DenseInPlace:
         layers = self._packed.layers
         for number, layer in enumerate(layers):
             q = self._write(x, layer, number, meta)
-            if number + 1 == len(layers) and not last:
+            if number + 1 == len(layers) and not last and self.follower is None:
                 break
             x = self._block(x, q, layer, number, meta, start + count)
         sequence.append(len(ids), prompt=True)
+        if self.follower is not None:
+            self.follower.read(ids, x)
         if last:
             # Kept: dropped with these logits, as after a cancel, the writes of their graph would never happen.
             self._latest = self._packed.logits(x[len(ids) - 1 : len(ids)])
@@ -108,23 +115,36 @@ class DenseInPlace:
         mx.eval([] if before is None else before)
         return None
 
-    def rows(self, tokens: mx.array, parents: Path | None = None) -> mx.array:
+    def rows(self, tokens: mx.array, parents: Path | None = None, last: mx.array | None = None) -> mx.array:
         """As in `Forward`."""
         sequence, given = self._started(), tokens.size
         assert self._open is None or self._open.parents is None, "of a tree a path is kept"
+        assert self._ahead is None, "one forward ahead"
         count = given if parents is None else 1 + len(parents)
         size = size_for(given)
         assert count == given or size_for(count) == given, "rows have parents, but for padding"
         if size > given:
             tokens = mx.concatenate([tokens, mx.zeros((size - given,), dtype=tokens.dtype)])
         meta = self._meta
-        if meta is None or self._meta_of != (sequence.length, sequence.version):
-            meta = self._meta_at(sequence.length)
-        self._open = Started(sequence.length, count, branching(parents, count))
-        logits, after, self._pool.arrays = self.bank.run(tokens, meta, self._pool.arrays, self._tree(size))
-        sequence.append(count, prompt=False)
+        if last is not None:
+            meta = self._meta_behind(last)
+            self._ahead = Started(sequence.length, count, branching(parents, count))
+            assert self._ahead.parents is None, "chains go on behind chains"
+        else:
+            if meta is None or self._meta_of != (sequence.length, sequence.version):
+                meta = self._meta_at(sequence.length)
+            self._open = Started(sequence.length, count, branching(parents, count))
+            sequence.append(count, prompt=False)
+        self._open_meta = meta
+        logits, after, self._pool.arrays, states = self.bank.run(
+            tokens, meta, self._pool.arrays, self._tree(size), tells=self.follower is not None
+        )
         self._meta, self._meta_of = after, (sequence.length + size - count, sequence.version)
+        if last is not None:
+            self._meta = None
         self._latest = logits
+        if self.follower is not None and states is not None:
+            self.follower.rows(states, count, behind=last is not None)
         return logits if size == given else logits[:given]
 
     def keep(self, path: Path) -> None:
@@ -136,6 +156,14 @@ class DenseInPlace:
         # Pages that are parted from others here still hold these rows, and are not written.
         sources = [sequence.slot(done.start + row) for row in moved]
         copies = sequence.truncate(done.start + unmoved)
+        if self.follower is not None:
+            self.follower.keep(path)
+        if self._ahead is not None:
+            assert not moved, "a chain behind a chain moves nothing"
+            assert not copies, "rows of the answer are nobody else's"
+            self._open, self._ahead = Started(sequence.length, self._ahead.count, None), None
+            sequence.append(self._open.count, prompt=False)
+            return
         self._open = self._latest = None
         if copies:
             self.settle()
@@ -154,7 +182,7 @@ class DenseInPlace:
     def end(self) -> None:
         """As in `Forward`."""
         self.settle()
-        self._sequence = self._meta = self._open = None
+        self._sequence = self._meta = self._open = self._open_meta = self._ahead = None
 
     def trace(self) -> None:
         """As in `Forward`."""
@@ -173,15 +201,16 @@ class DenseInPlace:
         return self._sequence
 
     def _meta_at(self, length: int) -> mx.array:
-        """Meta of the sequence at *length*, after the latest forward. Unused places name its own last page."""
-        sequence = self._started()
-        if self._host_of != sequence.version:
-            pages = len(sequence.table)
-            self._host[1 : 1 + pages], self._host[1 + pages :] = sequence.table, sequence.table[-1]
-            self._host_of = sequence.version
-        self._host[0] = length
-        meta = mx.array(self._host)
+        """Meta of the sequence at *length*, after the latest forward."""
+        meta = self._tables.meta(length)
         return meta if self._latest is None else meta + never(self._latest)
+
+    def _meta_behind(self, last: mx.array) -> mx.array:
+        """Meta behind row *last* of the latest rows, wherever that is."""
+        assert self._open is not None, "rows come first"
+        assert self._open_meta is not None
+        assert self._open.parents is None, "a chain goes on behind a chain"
+        return further(self._open_meta, last)
 
     def _tree(self, size: int) -> mx.array | None:
         """The tree of the latest rows for a forward of *size*: rows beyond them stand alone."""

@@ -15,7 +15,7 @@ from typing import Final
 import mlx.core as mx
 from mlx_lm.models.activations import swiglu
 
-from worker.engine.forward import MAX_ROWS, Path, Started, branching, positions_within
+from worker.engine.forward import MAX_ROWS, Follower, Path, Started, branching, positions_within
 from worker.engine.packed import Layer, Packed
 from worker.kv.pages import Sequence
 from worker.kv.pool import Pool
@@ -66,6 +66,8 @@ class DenseTail:
     trees = True
     why_narrow = ""
     cuts = True
+    pipelines = False
+    follower: Follower | None = None
 
     def __init__(self, packed: Packed, pool: Pool, *, prefill_rows: int = 1) -> None:
         self.prefill_rows = prefill_rows
@@ -88,24 +90,30 @@ class DenseTail:
         heads = self._packed.heads
         shape = (2, heads.kv_heads, TAIL, heads.dim)
         self._tails = [mx.zeros(shape, dtype=self._packed.dtype) for _ in self._packed.layers]
+        if self.follower is not None:
+            self.follower.begin(opened)
 
     def read(self, ids: Ids[int], last: bool) -> mx.array | None:
         """As in `Forward`; the rows go straight to the pool."""
         sequence = self._started()
         start = sequence.length
-        written, logits = self._chunk(ids, start, last)
-        mx.eval(written, *([] if logits is None else [logits]))
+        written, logits, states = self._chunk(ids, start, last)
+        told = [states] if self.follower is not None else []
+        mx.eval(written, told, *([] if logits is None else [logits]))
         self._pool.write(written, sequence.table, start)
         sequence.append(len(ids), prompt=True)
         self._folded = sequence.length
+        if self.follower is not None:
+            self.follower.read(ids, states)
         return logits
 
     def size(self, rows: int) -> int:
         """As in `Forward`: any count runs as it is."""
         return rows
 
-    def rows(self, tokens: mx.array, parents: Path | None = None) -> mx.array:
+    def rows(self, tokens: mx.array, parents: Path | None = None, last: mx.array | None = None) -> mx.array:
         """As in `Forward`."""
+        assert last is None, "this lane does not pipeline"
         sequence, count = self._started(), tokens.size
         assert self._open is None or self._open.parents is None, "of a tree a path is kept"
         # Rows that were folded and then taken back are written anew.
@@ -127,6 +135,8 @@ class DenseTail:
             else:
                 x = self._over_tree(x, q, (mx.concatenate([held, tail[:, :, :at]], axis=2), new), layer, tree)
         sequence.append(count, prompt=False)
+        if self.follower is not None:
+            self.follower.rows(x, count, behind=False)
         return self._packed.logits(x)
 
     def keep(self, path: Path) -> None:
@@ -136,6 +146,8 @@ class DenseTail:
         unmoved = done.unmoved(path)
         copies = sequence.truncate(done.start + unmoved)
         self._open = None
+        if self.follower is not None:
+            self.follower.keep(path)
         if copies:
             mx.eval(self._tails)
             self._pool.copy(copies)
@@ -173,8 +185,10 @@ class DenseTail:
             self._pool.write(rows, sequence.table, self._folded)
         self._folded = sequence.length
 
-    def _chunk(self, ids: Ids[int], start: int, last: bool) -> tuple[list[mx.array], mx.array | None]:
-        """The rows of a part of the prompt, per layer T [2, Hkv, n, D]; if it is the last, its last id's logits.
+    def _chunk(self, ids: Ids[int], start: int, last: bool) -> tuple[list[mx.array], mx.array | None, mx.array]:
+        """The rows of a part of the prompt, per layer T [2, Hkv, n, D]; logits of its last id, if it is the last.
+
+        Third: the states T [n, K] before the final norm.
 
         A function of its own: what it leaves uncomputed reads the pool, and must be gone when that is written.
         """
@@ -188,7 +202,8 @@ class DenseTail:
             kv = new if not start else mx.concatenate([self._pool.read(number, table, start), new], axis=2)
             x = self._block(x, q, kv, layer)
             written.append(mx.contiguous(new[:, :, : len(ids)]))
-        return written, self._packed.logits(x[len(ids) - 1 : len(ids)]) if last else None
+        logits = self._packed.logits(x[len(ids) - 1 : len(ids)]) if last else None
+        return written, logits, x
 
     def _project(self, x: mx.array, layer: Layer, start: int | mx.array) -> tuple[mx.array, mx.array]:
         """Queries T [H, R, D] and the new rows T [2, Hkv, R, D] of x T [R, K].

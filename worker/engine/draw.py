@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -99,7 +100,7 @@ class Draws:
         self._state = state(self._kind, history)
         self._newest = mx.array([history[-1]], dtype=mx.uint32)
         mx.eval(self._state)
-        self._verified: _Verified | None = None
+        self._verified: deque[_Verified] = deque()
 
     def __call__(self, logits: mx.array, position: mx.array) -> Drawn:
         """The token after the newest id, which becomes the newest.
@@ -117,6 +118,8 @@ class Draws:
     ) -> Drawn:
         """The token after each row of a chain or tree, as single draws would give it. Nothing is history yet.
 
+        Rows may be drawn behind rows that were not accepted, unless there are penalties.
+
         Args:
             logits: T [R, V].
             tokens: uint32 [R], the ids that the rows were fed, the newest id first; those of padding are ids too.
@@ -132,11 +135,11 @@ class Draws:
         tree = (tree_operand(self._kind.window, count, parents),) if count > 1 or parents else ()
         token, read, *rest = self._law(logits, position, tokens, self._state, *self._operands, *tree)
         path = rest.pop() if tree else mx.concatenate([mx.zeros(1, dtype=mx.uint32), read])
-        self._verified = _Verified(tokens, token, parents)
+        self._verified.append(_Verified(tokens, token, parents))
         return self._drawn(token, read, rest, path)
 
     def accept(self, path: Sequence[int]) -> None:
-        """Go on after the last row of *path*, the rows from row 0 on, of the latest `rows`.
+        """Go on after the last row of *path*, the rows from row 0 on, of the oldest `rows` not yet accepted.
 
         Their ids are history then, and the token drawn after the last of them is the newest id.
 
@@ -144,9 +147,10 @@ class Draws:
             ValueError: It is no path of that tree.
             RuntimeError: There are no such rows.
         """
-        if self._verified is None:
+        if not self._verified:
             raise RuntimeError("accept() without rows()")
-        tokens, drawn, parents = self._verified.tokens, self._verified.drawn, (-1, *self._verified.parents)
+        verified = self._verified[0]
+        tokens, drawn, parents = verified.tokens, verified.drawn, (-1, *verified.parents)
         for row, before in zip(path, (-1, *path), strict=False):
             if not 0 <= row < len(parents) or parents[row] != before:
                 raise ValueError(f"{list(path)} is no path of the tree")
@@ -159,11 +163,22 @@ class Draws:
                 tokens = tokens[mx.array([*path, *[0] * (tokens.size - len(path))], dtype=mx.uint32)]
             self._state = after(self._kind, self._state, tokens, len(path))
         self._newest = drawn[last : last + 1]
-        self._verified = None
+        self._verified.popleft()
 
     def fork(self) -> Draws:
         """Draws that go on from here by themselves; they leave these as they are."""
-        return copy(self)
+        twin = copy(self)
+        twin._verified = deque()  # noqa: SLF001 - its own
+        return twin
+
+    def drop(self) -> None:
+        """Of the latest `rows` none is kept, nor what was drawn after them."""
+        self._verified.pop()
+
+    @property
+    def has_history(self) -> bool:
+        """Whether a draw depends on the ids before it: there are penalties."""
+        return self._kind.window is not None
 
     def extend(self, ids: Sequence[int]) -> None:
         """*ids* became text behind the newest id, whoever drew them; the last of them is the newest now."""

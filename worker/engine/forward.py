@@ -18,6 +18,25 @@ Path = tuple[int, ...]
 """Rows of a forward, by number."""
 
 
+class Follower(Protocol):
+    """Is told the hidden states of rows, before the final norm, in the order in which a lane computes them.
+
+    States are parts of the graph, not yet computed.
+    """
+
+    def begin(self, opened: Opened) -> None:
+        """A sequence was taken up: as in `Forward.begin`, which calls it."""
+
+    def read(self, ids: Ids[int], states: mx.array) -> None:
+        """Of prompt rows, T [n, K], the first of them those of *ids*; what stands behind these is padding."""
+
+    def rows(self, states: mx.array, count: int, *, behind: bool) -> None:
+        """Of the latest `Forward.rows`, T [R, K], *count* and padding. behind: rows of which no path was kept."""
+
+    def keep(self, path: Path) -> None:
+        """As in `Forward.keep`, of the oldest rows that no path was kept of."""
+
+
 class Forward(Protocol):
     """Computes the rows of one sequence after the other. One thread calls it.
 
@@ -39,6 +58,8 @@ class Forward(Protocol):
     trees: whether they may branch.
     why_narrow: what keeps *width* from `MAX_ROWS`, or rows from branching, in words; else empty.
     cuts: whether rows of several calls can be taken back together, by `sequence.truncate`.
+    pipelines: whether `rows` may go on behind rows of which no path was kept.
+    follower: who wants hidden states; None, nobody, and they cost nothing.
     """
 
     row_invariant: bool
@@ -51,6 +72,8 @@ class Forward(Protocol):
     trees: bool
     why_narrow: str
     cuts: bool
+    pipelines: bool
+    follower: Follower | None
 
     def begin(self, opened: Opened) -> None:
         """Take up a sequence whose first `opened.cached` rows lie in the pool, and carry out `opened.copies`.
@@ -73,7 +96,7 @@ class Forward(Protocol):
     def size(self, rows: int) -> int:
         """How many rows run where *rows* are wanted: more where only some counts are compiled."""
 
-    def rows(self, tokens: mx.array, parents: Path | None = None) -> mx.array:
+    def rows(self, tokens: mx.array, parents: Path | None = None, last: mx.array | None = None) -> mx.array:
         """Compute and write the next rows, one for each of *tokens*: uint32 [R], R from 1 to `MAX_ROWS`.
 
         Args:
@@ -82,6 +105,9 @@ class Forward(Protocol):
                 `size`: computed for nothing, and no rows of the sequence.
             parents: of the rows from row 1 on, each a row before it; None, the row before. A row sees the sequence
                 and the rows of its path, and stands behind these. Other than a chain only if `trees`.
+            last: uint32 [1], only if `pipelines`: the rows stand behind this row of the latest ones, a chain of
+                which no path was kept. Then `keep` is called for those first; its path must end there. Both are
+                chains.
 
         Returns:
             Logits [R, V] in the model's type, not yet computed. Where rows of a chain have the bits of single
@@ -91,9 +117,9 @@ class Forward(Protocol):
     def keep(self, path: Path) -> None:
         """Of the latest `rows` only those of *path* were, one after the other; the others leave no trace.
 
-        Once for each `rows`, before anything else is called, but for `settle`, and not before these are computed:
-        the path was read from what was drawn after them. Does not wait, unless rows that others rely on are taken
-        back, or the lane computes the rows of the path again.
+        Once for each `rows`, before anything else is called, but for `settle` and the rows that go on behind
+        these, and not before these are computed: the path was read from what was drawn after them. Does not
+        wait, unless rows that others rely on are taken back, or the lane computes the rows of the path again.
 
         Args:
             path: rows, from row 0 on, each the parent of the next.

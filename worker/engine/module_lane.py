@@ -19,9 +19,10 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
-from worker.engine.forward import MAX_ROWS, Path, Started, branching, positions_within, rows_needed
+from worker.engine.forward import MAX_ROWS, Follower, Path, Started, branching, positions_within, rows_needed
 from worker.engine.load import LoadedModel
 from worker.engine.memory import pages_for_model
+from worker.engine.trunk import Tap
 from worker.kv.cache import PagedCache, Table
 from worker.kv.pages import PAGE, Pages, Sequence, pages_for
 from worker.kv.pool import Pool, Shape, settle
@@ -207,6 +208,10 @@ class ModuleForward:
     """
 
     row_invariant = False
+    pipelines = False
+    follower: Follower | None = None
+    tap: Tap | None = None
+    """What shows the states to the follower; there is no follower without it."""
 
     def __init__(self, model: Any, layout: Layout, *, pages: int, prefill_rows: int = 1) -> None:
         assert prefill_rows == 1 or prefill_rows % PAGE == 0
@@ -244,6 +249,8 @@ class ModuleForward:
         self._table = Table(opened.sequence)
         self._caches = self._layout.caches(self._model, self.pools, self._table)
         self._rows = opened.cached
+        if self.follower is not None:
+            self.follower.begin(opened)
 
     def read(self, ids: Ids[int], last: bool) -> mx.array | None:
         """As in `Forward`."""
@@ -252,6 +259,7 @@ class ModuleForward:
             assert len(ids) == self.prefill_rows or (last and len(ids) < self.prefill_rows), "a whole forward"
             padded = (*ids, *[0] * (self.prefill_rows - len(ids)))
             logits = self._forward(_ids(padded), len(ids), prompt=True)
+            self._tell(ids)
             if last:
                 return logits[len(ids) - 1 : len(ids)]
             self._evaluate()
@@ -260,23 +268,32 @@ class ModuleForward:
         before = ids[:-1] if last else ids
         if before:
             self._forward(_ids(before), len(before), prompt=True)
+            self._tell(before)
             self._evaluate()
-        return self._forward(_ids(ids[-1:]), 1, prompt=True) if last else None
+        if not last:
+            return None
+        logits = self._forward(_ids(ids[-1:]), 1, prompt=True)
+        self._tell(ids[-1:])
+        return logits
 
     def size(self, rows: int) -> int:
         """As in `Forward`: any count runs as it is."""
         return rows
 
-    def rows(self, tokens: mx.array, parents: Path | None = None) -> mx.array:
+    def rows(self, tokens: mx.array, parents: Path | None = None, last: mx.array | None = None) -> mx.array:
         """As in `Forward`."""
         assert self._sequence is not None, "begin() comes first"
+        assert last is None, "this lane does not pipeline"
         count = tokens.size
         assert branching(parents, count) is None, self.why_narrow
         self._take_back()
         self._open, self._tokens, self._before = Started(self._sequence.length, count, None), tokens, []
         if count > 1 and self._layout.replays and self.width > 1:
             self._before = [(cache, snapshot(cache)) for cache in self._caches if not _holds_rows(cache)]
-        return self._forward(tokens, count, prompt=False)
+        logits = self._forward(tokens, count, prompt=False)
+        if self.follower is not None and self.tap is not None:
+            self.follower.rows(self.tap.states(), count, behind=False)
+        return logits
 
     def keep(self, path: Path) -> None:
         """As in `Forward`."""
@@ -285,6 +302,8 @@ class ModuleForward:
         assert sequence is not None, "begin() comes first"
         done.unmoved(path)
         assert self.width >= done.count or len(path) == done.count, self.why_narrow
+        if self.follower is not None:
+            self.follower.keep(path)
         copies = sequence.truncate(done.start + len(path))
         if copies:
             self.settle()
@@ -319,6 +338,13 @@ class ModuleForward:
         self._sequence.append(count, prompt=prompt)
         self._rows = self._sequence.length + tokens.shape[0] - count
         return logits
+
+    def _tell(self, ids: Ids[int]) -> None:
+        """Show the states of prompt rows, computed: their graph would hold the caches."""
+        if self.follower is not None and self.tap is not None:
+            states = self.tap.states()
+            mx.eval(states)
+            self.follower.read(ids, states)
 
     def _again(self, kept: int, count: int) -> None:
         """Put the caches back to before the latest *count* rows, and compute the first *kept* of these again."""

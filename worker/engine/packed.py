@@ -136,9 +136,9 @@ def pack(model: Any) -> Packed:
     first = inner.layers[0]
     packed = Packed(
         embed=inner.embed_tokens,
-        layers=tuple(_layer(block) for block in inner.layers),
+        layers=tuple(pack_block(block) for block in inner.layers),
         norm=inner.norm.weight,
-        head=_linear(head),
+        head=pack_linear(head),
         eps=inner.norm.eps,
         scale=float(first.self_attn.scale),
         dtype=inner.norm.weight.dtype,
@@ -227,7 +227,8 @@ def _one_packing(modules: list[Any]) -> None:
         raise NotDenseError("some of its joint products have a bias, some not")
 
 
-def _linear(module: Any) -> Linear:
+def pack_linear(module: Any) -> Linear:
+    """A product of one module."""
     bias = module.get("bias")
     if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
         weight = Affine(module.weight, module.scales, module.biases, module.group_size, module.bits)
@@ -262,7 +263,12 @@ def _join(modules: list[Any], name: str) -> mx.array:
     return whole
 
 
-def _layer(block: Any) -> Layer:
+def pack_block(block: Any) -> Layer:
+    """One block of the family, packed in place.
+
+    Raises:
+        NotDenseError: its structure is another.
+    """
     attention, mlp = block.self_attn, block.mlp
     heads, kv_heads, dim, _ = _block_shape(block)
     q_norm = attention.q_norm.weight if "q_norm" in attention else None
@@ -285,9 +291,9 @@ def _layer(block: Any) -> Layer:
     known = none or turned is not None
     return Layer(
         qkv=_joined([attention.q_proj, attention.k_proj, attention.v_proj]),
-        out=_linear(attention.o_proj),
+        out=pack_linear(attention.o_proj),
         gate_up=_joined([mlp.gate_proj, mlp.up_proj]),
-        down=_linear(mlp.down_proj),
+        down=pack_linear(mlp.down_proj),
         input_norm=block.input_layernorm.weight,
         post_norm=block.post_attention_layernorm.weight,
         q_norm=q_norm,

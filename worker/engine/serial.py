@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
 import mlx.core as mx
 
@@ -13,16 +11,16 @@ from worker.engine.engine import (
     ROUTE,
     EngineRequest,
     Figures,
-    NumericError,
     PrefillProgress,
     Step,
-    likeliest_first,
     unheard,
 )
 from worker.engine.forward import MAX_ROWS, Forward, rows_needed
+from worker.engine.host_tables import further_place
 from worker.engine.load import LoadedModel
+from worker.engine.running import Flight, Running, pairs
 from worker.engine.sample import Sampling
-from worker.kv.prefix import Opened, PrefixIndex
+from worker.kv.prefix import PrefixIndex
 from worker.speculation.draft import Draft
 
 # Prompt rows after which memory kept for reuse is given back: each forward's rows so far are of another size.
@@ -44,7 +42,7 @@ class SerialEngine:
         # Where rows are aligned the lane says how many a forward reads; else only the wait for a cancel matters.
         self._chunk = forward.prefill_rows if forward.prefill_rows > 1 else prefill_chunk
         self.capacity = forward.capacity
-        self._run: _Run | None = None
+        self._run: Running | None = None
 
     def warm_up(self) -> None:
         """Run the common kinds of draw and every width once, so that no job waits for a kernel to be compiled."""
@@ -75,7 +73,7 @@ class SerialEngine:
             owner=request.owner,
             cache=request.cache if self.forward.prefix_reuse else False,
         )
-        run = self._run = _Run(request, opened, draws)
+        run = self._run = Running(request, opened, draws)
         self.forward.begin(opened)
         logits = self._read_prompt(run, progress)
         if request.drawn:
@@ -106,28 +104,62 @@ class SerialEngine:
         if more and run.ahead is None:
             run.ahead = self._next(run, drawn)
 
-    def launch(self, draft: Draft) -> None:
+    def launch(self, draft: Draft, tokens: mx.array | None = None) -> None:
         """Start one forward over the newest id and *draft*, in place of the next plain one; `land` ends it.
 
-        Where the newest id is known it is decided, and may be handed out while the forward runs.
+        Where the newest id is known it is decided, and may be handed out while the forward runs. Where a forward
+        runs that did not land, this one goes on behind it, as `may_go_behind` allows.
+
+        tokens: uint32 [n], the draft's ids where only the device knows them, a chain; those it says are no matter.
         """
         run = self._running()
+        if run.flights:
+            assert tokens is not None, "what comes behind a forward in flight is known to the device"
+            self._launch_behind(run, run.flights[-1], draft, tokens)
+            return
         newest, drawn = run.newest, run.take_ahead()
         step = None if newest is None and self.forward.one_ahead else run.read(drawn)
         # Padded here, so that forward and draw run the few sizes that were made ready, and nothing is cut off.
-        drafted = (*draft.tokens, *(0,) * (self.forward.size(draft.width) - draft.width))
-        if step is None:
-            tokens = mx.concatenate([drawn.token, mx.array(drafted, dtype=mx.uint32)])
+        padding = (0,) * (self.forward.size(draft.width) - draft.width)
+        if step is not None:
+            run.decided.append(step)
+        if tokens is not None:
+            row = drawn.token if step is None else mx.array([step.token], dtype=mx.uint32)
+            tokens = mx.concatenate([row, tokens, mx.array(padding, dtype=mx.uint32)])
+        elif step is None:
+            tokens = mx.concatenate([drawn.token, mx.array((*draft.tokens, *padding), dtype=mx.uint32)])
         else:
             # Of ids that the host knows: the device has nothing to cut out and to join before it may begin.
-            tokens = mx.array((step.token, *drafted), dtype=mx.uint32)
-            run.decided.append(step)
+            tokens = mx.array((step.token, *draft.tokens, *padding), dtype=mx.uint32)
         first = place(run.opened.sequence.length + 1)
         wide = run.draws.rows(self.forward.rows(tokens, draft.parents), tokens, first, draft.parents)
-        assert wide.path is not None, "a draw of rows tells the path"
-        mx.async_eval(wide.path, *(wide.top or ()))  # type: ignore[no-untyped-call]
         read = [] if step is None or newest is not None else [step.token]
-        run.flight = _Flight(draft, wide, drawn if step is None else None, read)
+        run.fly(Flight(draft, wide, first, drawn if step is None else None, read))
+
+    def may_go_behind(self, nodes: int) -> bool:
+        """Whether a forward over *nodes* more may be launched behind the one that runs, which keeps any part."""
+        run = self._running()
+        flight = run.flights[-1]
+        room = run.request.max_tokens - len(run.answer) - len(run.decided) - flight.draft.width
+        return (
+            self.forward.pipelines
+            and len(run.flights) == 1
+            and flight.draft.is_chain
+            # The id that is drawn last is not known to be decided.
+            and flight.drawn is None
+            and not run.draws.has_history
+            and nodes < room
+        )
+
+    def _launch_behind(self, run: Running, flight: Flight, draft: Draft, tokens: mx.array) -> None:
+        """Start a forward behind whatever row of *flight* is the last that holds."""
+        assert self.may_go_behind(len(draft)), "ids are left, and nobody has to read what runs"
+        last = flight.last
+        padding = (0,) * (self.forward.size(draft.width) - draft.width)
+        tokens = mx.concatenate([flight.wide.token[last], tokens, mx.array(padding, dtype=mx.uint32)])
+        first = further_place(flight.first, last)
+        wide = run.draws.rows(self.forward.rows(tokens, draft.parents, last), tokens, first, draft.parents)
+        run.fly(Flight(draft, wide, first, None, []))
 
     def land(self) -> Landed:
         """Wait for the forward that was launched, and keep what holds of its draft.
@@ -135,8 +167,8 @@ class SerialEngine:
         What it decides is handed out by the next steps, as plain ones would have drawn it.
         """
         run = self._running()
-        assert run.flight is not None, "launch comes first"
-        (draft, wide, drawn, ids), run.flight = run.flight, None
+        assert run.flights, "launch comes first"
+        draft, wide, _, drawn, ids = run.flights.popleft()
         assert wide.path is not None, "a draw of rows tells the path"
         last, *read = cast("list[int]", wide.path.tolist())
         if drawn is not None:
@@ -147,13 +179,26 @@ class SerialEngine:
         self.forward.keep(path)
         run.draws.accept(path)
         for row in path[1:]:
-            ids.append(draft.tokens[row - 1])
-            run.decided.append(Step(ids[-1], _pairs(wide.top, draft.parents[row - 1])))
+            # A node that is kept is the id that was drawn after its parent.
+            ids.append(read[draft.parents[row - 1]])
+            run.decided.append(Step(ids[-1], pairs(wide.top, draft.parents[row - 1])))
         run.widths[draft.width] += 1
         run.ahead, run.newest = wide.only(last), read[last]
         if run.newest != NOT_A_NUMBER:
             ids.append(run.newest)
+        if run.flights and run.newest == NOT_A_NUMBER:
+            self._drop_flight(run)
+        elif run.flights:
+            run.decided.append(run.read(run.take_ahead()))
         return Landed(path, ids)
+
+    def _drop_flight(self, run: Running) -> None:
+        """Wait for a forward whose ids nobody wants: its row 0 was fed what is no id."""
+        flight = run.flights.pop()
+        mx.eval(flight.wide.path)
+        self.forward.keep((0,))
+        run.draws.drop()
+        run.opened.sequence.truncate(run.opened.sequence.length - 1)
 
     def resolve(self) -> int:
         """The newest id, `NOT_A_NUMBER` where it is none: waits for it, unless it is known."""
@@ -163,6 +208,12 @@ class SerialEngine:
             run.newest = cast("int", run.ahead.read.item())
             run.widths[1] += 1
         return run.newest
+
+    @property
+    def flight(self) -> Flight | None:
+        """The latest forward over a draft that was launched and did not land."""
+        run = self._running()
+        return run.flights[-1] if run.flights else None
 
     @property
     def decided(self) -> int:
@@ -195,11 +246,10 @@ class SerialEngine:
         run, self._run = self._run, None
         if run is None:
             return Figures(route=ROUTE, row_invariant=self.forward.row_invariant)
-        if run.flight is not None:
+        while run.flights:
             # Nobody waits for what it decides: none of its rows is kept, and row 0 goes below.
-            mx.eval(run.flight.wide.path)
+            mx.eval(run.flights.popleft().wide.path)
             self.forward.keep((0,))
-            run.flight = None
         if run.ahead is not None:
             # The step in flight writes its row: nobody may get that place before it has.
             mx.eval(run.ahead.read)
@@ -223,7 +273,7 @@ class SerialEngine:
             widths=dict(run.widths),
         )
 
-    def _running(self) -> _Run:
+    def _running(self) -> Running:
         if self._run is None:
             raise RuntimeError("step() without a started request")
         return self._run
@@ -232,7 +282,7 @@ class SerialEngine:
         """As in `Engine`."""
         return self.index.counts() if self.forward.prefix_reuse else None
 
-    def _read_prompt(self, run: _Run, progress: PrefillProgress) -> mx.array:
+    def _read_prompt(self, run: Running, progress: PrefillProgress) -> mx.array:
         """Logits [1, V] of the prompt's last id."""
         prompt, done, total = run.request.prompt, run.opened.cached, run.total
         progress(done, total)
@@ -246,7 +296,7 @@ class SerialEngine:
             if logits is not None:
                 return logits
 
-    def _force(self, run: _Run, progress: PrefillProgress) -> mx.array:
+    def _force(self, run: Running, progress: PrefillProgress) -> mx.array:
         """Rows of ids that an earlier attempt drew; the logits [1, V] of the last."""
         drawn = run.request.drawn
         for start in range(0, len(drawn), MAX_ROWS):
@@ -257,12 +307,12 @@ class SerialEngine:
             progress(run.opened.sequence.length, run.total)
         return logits
 
-    def _draw(self, run: _Run, logits: mx.array) -> Drawn:
+    def _draw(self, run: Running, logits: mx.array) -> Drawn:
         drawn = run.draws(logits, place(run.opened.sequence.length))
         mx.async_eval(drawn.token, drawn.read, *(drawn.top or ()))  # type: ignore[no-untyped-call]
         return drawn
 
-    def _next(self, run: _Run, drawn: Drawn) -> Drawn:
+    def _next(self, run: Running, drawn: Drawn) -> Drawn:
         return self._draw(run, self.forward.rows(drawn.token))
 
 
@@ -275,71 +325,3 @@ class Landed(NamedTuple):
 
     path: tuple[int, ...]
     ids: list[int]
-
-
-class _Flight(NamedTuple):
-    """A forward over a draft that was launched.
-
-    drawn: the draw of row 0's id, where nobody has read it. ids: that id, where it was read for this forward.
-    """
-
-    draft: Draft
-    wide: Drawn
-    drawn: Drawn | None
-    ids: list[int]
-
-
-@dataclass(slots=True)
-class _Run:
-    """The request that runs.
-
-    ahead: the draw of the newest id, whose row nobody has computed. newest: that id, where a verify forward has
-    told it. decided: what comes before it and was not handed out. flight: the forward that draws beyond *decided*,
-    in the place of *ahead*. widths: forwards by rows.
-    """
-
-    request: EngineRequest
-    opened: Opened
-    draws: Draws
-    ahead: Drawn | None = None
-    newest: int | None = None
-    flight: _Flight | None = None
-    decided: deque[Step] = field(default_factory=deque)
-    answer: list[int] = field(default_factory=list)
-    widths: Counter[int] = field(default_factory=Counter)
-    failed: bool = False
-
-    def take_ahead(self) -> Drawn:
-        """The draw of the newest id, which its taker replaces."""
-        if self.ahead is None:
-            raise RuntimeError("step() without a started request, or beyond its budget")
-        drawn, self.ahead = self.ahead, None
-        return drawn
-
-    def read(self, drawn: Drawn) -> Step:
-        """What was drawn: waits for it, unless it is known.
-
-        Raises:
-            NumericError: the logits were not numbers.
-        """
-        token, self.newest = self.newest, None
-        if token is None:
-            token = cast("int", drawn.read.item())
-            self.widths[1] += 1
-        if token == NOT_A_NUMBER:
-            self.failed = True
-            raise NumericError("the model produced NaN or infinite logits")
-        return Step(token, _pairs(drawn.top))
-
-    @property
-    def total(self) -> int:
-        """Ids to be read before the first draw."""
-        return len(self.request.prompt) + len(self.request.drawn)
-
-
-def _pairs(top: tuple[mx.array, mx.array] | None, row: int | None = None) -> list[tuple[int, float]] | None:
-    """The pairs of one row of *top*; row None where it has only one."""
-    if top is None:
-        return None
-    ids, values = (cast("list[Any]", (part if row is None else part[row]).tolist()) for part in top)
-    return likeliest_first(ids, values)

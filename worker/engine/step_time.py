@@ -74,7 +74,7 @@ class Stepper:
         mx.eval(ahead)
 
     def _step(self) -> mx.array:
-        logits, _, self._pools = self._bank.run(self._tokens, self._meta, self._pools)
+        logits, _, self._pools, _ = self._bank.run(self._tokens, self._meta, self._pools)
         self._tokens = mx.argmax(logits, axis=-1).astype(mx.uint32)
         mx.async_eval(self._tokens)  # type: ignore[no-untyped-call]
         return self._tokens

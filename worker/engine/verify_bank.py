@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from functools import partial
+from typing import Any, Final, NamedTuple, cast
 
 import mlx.core as mx
 
@@ -52,6 +53,57 @@ def size_for(rows: int) -> int:
     raise ValueError(f"a forward has at most {SIZES[-1]} rows, not {rows}")
 
 
+class Products:
+    """The products of a forward by the kernels that *switches* allow. eps: of the norms before them."""
+
+    def __init__(self, eps: float, switches: Switches) -> None:
+        self._eps = eps
+        self._switches = switches
+
+    def mlp(self, x: mx.array, layer: Layer) -> mx.array:
+        """A block's second half: x T [R, K] and its MLP."""
+        if self._switches.matvec and layer.gate_up.bias is None:
+            extras = Extras(norm=layer.post_norm, eps=self._eps, glu=True)
+            activated = matvec.matvec(x, layer.gate_up.weight, extras, use_kernel=self._switches.kernels)
+        else:
+            activated = swiglu(self.normed(x, layer.post_norm, layer.gate_up), use_kernel=self._switches.kernels)
+        return self.added(activated, layer.down, x)
+
+    def normed(self, x: mx.array, norm: mx.array, linear: Linear) -> mx.array:
+        """The product of RMSNorm(x)."""
+        if not self._switches.matvec:
+            return linear(mx.fast.rms_norm(x, norm, self._eps))
+        extras = Extras(norm=norm, eps=self._eps, add=linear.bias)
+        return matvec.matvec(x, linear.weight, extras, use_kernel=self._switches.kernels)
+
+    def plain(self, x: mx.array, linear: Linear) -> mx.array:
+        """The product of x."""
+        if not self._switches.matvec:
+            return linear(x)
+        extras = Extras(add=linear.bias)
+        return matvec.matvec(x, linear.weight, extras, use_kernel=self._switches.kernels)
+
+    def added(self, x: mx.array, linear: Linear, residual: mx.array) -> mx.array:
+        """The product of x, added to the residual."""
+        if not self._switches.matvec:
+            return residual + linear(x)
+        y = matvec.matvec(x, linear.weight, Extras(add=residual), use_kernel=self._switches.kernels)
+        return y if linear.bias is None else y + linear.bias
+
+
+class Ran(NamedTuple):
+    """What a forward gives, lazily.
+
+    logits: T [R, V]. meta: with R rows more. pools: with the new rows. states: T [R, K], which the final norm
+    takes, where they were asked for.
+    """
+
+    logits: mx.array
+    meta: mx.array
+    pools: list[mx.array]
+    states: mx.array | None = None
+
+
 class VerifyBank:
     """The forward of R rows for each R of `SIZES`, and over trees for each R of `TREE_SIZES`."""
 
@@ -60,7 +112,8 @@ class VerifyBank:
         self._switches = switches
         self.in_place = chosen(switches.kernels) is not None
         """Whether kernels write the pools."""
-        self._compiled: dict[tuple[int, bool], Callable[..., list[mx.array]]] = {}
+        self._compiled: dict[tuple[int, bool, bool], Callable[..., list[mx.array]]] = {}
+        self.products = Products(packed.eps, switches)
         self._steps: dict[tuple[int, int], mx.array] = {}
 
     @property
@@ -69,8 +122,14 @@ class VerifyBank:
         return self.in_place and self._switches.matvec and all(map(matvec.serves, self._packed.weights))
 
     def run(
-        self, tokens: mx.array, meta: mx.array, pools: list[mx.array], tree: mx.array | None = None
-    ) -> tuple[mx.array, mx.array, list[mx.array]]:
+        self,
+        tokens: mx.array,
+        meta: mx.array,
+        pools: list[mx.array],
+        tree: mx.array | None = None,
+        *,
+        tells: bool = False,
+    ) -> Ran:
         """One forward, lazily.
 
         Args:
@@ -78,36 +137,38 @@ class VerifyBank:
             meta: int32 [1 + pages] as in `kernels.rows`.
             pools: per layer T [2, Hkv, slots, D].
             tree: as in `kernels.rows`; None for a chain.
-
-        Returns:
-            Logits T [R, V]; meta with R rows more; the pools with the new rows.
+            tells: whether the states before the final norm are wanted.
         """
-        key = (tokens.size, tree is not None)
+        key = (tokens.size, tree is not None, tells)
         if key not in self._compiled:
-            forward = self._forward if tree is None else self._over_tree
+            forward = partial(self._forward if tree is None else self._over_tree, tells)
             # mx.compile types its result as a plain callable.
             self._compiled[key] = cast("Callable[..., list[mx.array]]", mx.compile(forward))
-        logits, after, *written = self._compiled[key](tokens, meta, *([] if tree is None else [tree]), *pools)
-        return logits, after, written or pools
+        logits, after, *more = self._compiled[key](tokens, meta, *([] if tree is None else [tree]), *pools)
+        states = more.pop(0) if tells else None
+        return Ran(logits, after, more or pools, states)
 
-    def _over_tree(self, tokens: mx.array, meta: mx.array, tree: mx.array, *pools: mx.array) -> list[mx.array]:
-        return self._forward(tokens, meta, *pools, tree=tree)
+    def _over_tree(
+        self, tells: bool, tokens: mx.array, meta: mx.array, tree: mx.array, *pools: mx.array
+    ) -> list[mx.array]:
+        return self._forward(tells, tokens, meta, *pools, tree=tree)
 
     def _forward(
-        self, tokens: mx.array, meta: mx.array, *pools: mx.array, tree: mx.array | None = None
+        self, tells: bool, tokens: mx.array, meta: mx.array, *pools: mx.array, tree: mx.array | None = None
     ) -> list[mx.array]:
-        packed, kernels = self._packed, self._switches.kernels
+        packed, products, kernels = self._packed, self.products, self._switches.kernels
         x = packed.embed(tokens)
         written = []
         for layer, pool in zip(packed.layers, pools, strict=True):
-            qkv = self._normed(x, layer.input_norm, layer.qkv)
+            qkv = products.normed(x, layer.input_norm, layer.qkv)
             assert layer.table is not None, "a model whose rope is no table of constants has no bank"
             heads, after = attend(qkv, layer.table, pool, meta, layer.heads, tree, use_kernel=kernels)
             written.append(after)
-            x = self._added(heads, layer.out, x)
-            x = self._mlp(x, layer)
-        logits = self._normed(x, packed.norm, packed.head)
-        return [logits, meta + self._step(tokens.size, meta.size), *([] if self.in_place else written)]
+            x = products.added(heads, layer.out, x)
+            x = products.mlp(x, layer)
+        logits = products.normed(x, packed.norm, packed.head)
+        after = meta + self._step(tokens.size, meta.size)
+        return [logits, after, *([x] if tells else []), *([] if self.in_place else written)]
 
     def _step(self, rows: int, width: int) -> mx.array:
         """What is added to meta: a constant of the compiled function."""
@@ -115,28 +176,6 @@ class VerifyBank:
         if key not in self._steps:
             self._steps[key] = mx.array([rows, *[0] * (width - 1)], dtype=mx.int32)
         return self._steps[key]
-
-    def _mlp(self, x: mx.array, layer: Layer) -> mx.array:
-        if self._switches.matvec and layer.gate_up.bias is None:
-            extras = Extras(norm=layer.post_norm, eps=self._packed.eps, glu=True)
-            activated = matvec.matvec(x, layer.gate_up.weight, extras, use_kernel=self._switches.kernels)
-        else:
-            activated = swiglu(self._normed(x, layer.post_norm, layer.gate_up), use_kernel=self._switches.kernels)
-        return self._added(activated, layer.down, x)
-
-    def _normed(self, x: mx.array, norm: mx.array, linear: Linear) -> mx.array:
-        """The product of RMSNorm(x)."""
-        if not self._switches.matvec:
-            return linear(self._packed.normed(x, norm))
-        extras = Extras(norm=norm, eps=self._packed.eps, add=linear.bias)
-        return matvec.matvec(x, linear.weight, extras, use_kernel=self._switches.kernels)
-
-    def _added(self, x: mx.array, linear: Linear, residual: mx.array) -> mx.array:
-        """The product of x, added to the residual."""
-        if not self._switches.matvec:
-            return residual + linear(x)
-        y = matvec.matvec(x, linear.weight, Extras(add=residual), use_kernel=self._switches.kernels)
-        return y if linear.bias is None else y + linear.bias
 
 
 def unserved(packed: Packed) -> str:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
+import mlx.core as mx
+
 from worker.engine.draw import NOT_A_NUMBER
 from worker.engine.engine import Engine, EngineRequest, Figures, PrefillProgress, Step
 from worker.engine.serial import SerialEngine
@@ -41,12 +43,17 @@ _IMPATIENT, _PATIENT, _PAYS, _LOOK_EVERY = 4, 8, 0.3, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What speculation is made of. trees: whether drafts may fork. clock: seconds."""
+    """What speculation is made of.
+
+    trees: whether drafts may fork. clock: seconds. engine: of a job, made of the most rows of a forward, the
+    serial engine and these; None: `SpeculatingEngine`.
+    """
 
     drafter: Drafter
     measured: Measured
     trees: bool
     clock: Callable[[], float]
+    engine: Callable[[int, SerialEngine, Parts], SpeculatingEngine] | None = None
 
 
 class HyperWidthExecutor:
@@ -76,7 +83,7 @@ class HyperWidthExecutor:
     def run(self, plan: WidthPlan, singleton: Engine) -> WideEngine:
         """As in `WidthExecutor`."""
         assert isinstance(singleton, SerialEngine), "only the serial engine verifies drafts"
-        return SpeculatingEngine(plan.width, singleton, self._parts)
+        return (self._parts.engine or SpeculatingEngine)(plan.width, singleton, self._parts)
 
     def _could_pay(self) -> bool:
         for context in _LOOKED_AT:
@@ -273,7 +280,7 @@ class SpeculatingEngine:
         """Of a drafter that takes time: it is asked only if a draft is planned, and knows all of the text."""
         serial, drafter = self._serial, self._drafter
         plan = self._planner.plan(serial.position, None)
-        self._outcome = _Outcome(plan if not plan.nodes else Plan(plan.context))
+        self._left_alone(plan)
         if not plan.nodes:
             return
         if newest is None:
@@ -291,12 +298,16 @@ class SpeculatingEngine:
         plan = self._planner.refined(plan, proposal.margins, turns)
         self._launch(plan, drafter.propose(plan.nodes, plan.forks).draft)
 
+    def _left_alone(self, plan: Plan) -> None:
+        """What comes of the step if nothing of *plan* is launched."""
+        self._outcome = _Outcome(plan if not plan.nodes else Plan(plan.context))
+
     def _most_forks(self, limit: int) -> int:
         """None near the end of the budget: the planner knows no end, and forks come beside the trunk."""
         return self._forks if limit == self._widest - 1 else 0
 
-    def _launch(self, plan: Plan, draft: Draft) -> None:
-        self._serial.launch(draft)
+    def _launch(self, plan: Plan, draft: Draft, tokens: mx.array | None = None) -> None:
+        self._serial.launch(draft, tokens)
         self._flight = plan, draft
         self._outcome = None
         self._plain = 0

@@ -17,7 +17,7 @@ from mlx import nn
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
-from worker.speculation.mtp.trunk import Trunk
+from worker.engine.trunk import Trunk
 
 
 class Out(NamedTuple):
@@ -55,9 +55,9 @@ class Head(nn.Module):  # type: ignore[misc]  # MLX ships no types
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
         self.block = block
         self.norm = nn.RMSNorm(width, eps)
-        self._embedding_first = embedding_first
+        self.embedding_first = embedding_first
         self.takes_normed = takes_normed
-        self._passes_normed = passes_normed
+        self.passes_normed = passes_normed
 
     def __call__(self, embedded: mx.array, hidden: mx.array, cache: Any) -> Out:
         """Run R pairs that follow those in *cache*.
@@ -65,11 +65,11 @@ class Head(nn.Module):  # type: ignore[misc]  # MLX ships no types
         embedded: T [R, K], of the tokens. hidden: T [R, K]. cache: of mlx-lm's, or None: no pairs before these.
         """
         e, h = self.enorm(embedded), self.hnorm(hidden)
-        joined = mx.concatenate([e, h] if self._embedding_first else [h, e], axis=-1)
+        joined = mx.concatenate([e, h] if self.embedding_first else [h, e], axis=-1)
         x = self.eh_proj(joined)[None]
         g = self.block(x, create_attention_mask(x, cache), cache)[0]
         normed = self.norm(g)
-        return Out(normed if self._passes_normed else g, normed)
+        return Out(normed if self.passes_normed else g, normed)
 
 
 class Reading:

@@ -19,6 +19,27 @@ _EMBEDDINGS = ("embed_tokens", "embeddings")
 _NORMS = ("norm", "norm_f")
 
 
+class Tap(nn.Module):  # type: ignore[misc]  # MLX ships no types
+    """A final norm that shows what it is given: the states of the latest rows, before it."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.norm = norm
+        self._seen: list[mx.array] = []
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """RMSNorm of x."""
+        self._seen[:] = [x]
+        normed: mx.array = self.norm(x)
+        return normed
+
+    def states(self) -> mx.array:
+        """T [R, K] of the latest forward; forgotten here, for its graph holds the caches."""
+        (states,) = self._seen
+        self._seen.clear()
+        return states[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Trunk:
     """The model below a head.
@@ -51,6 +72,12 @@ class Trunk:
         """The final norm."""
         return self.stack[self.norm_name]
 
+    def normed(self, states: mx.array) -> mx.array:
+        """States T [..., K] behind the final norm; where there is a tap, it does not hear of it."""
+        norm = self.norm
+        rows: mx.array = norm.norm(states) if isinstance(norm, Tap) else norm(states)
+        return rows
+
     def embed(self, ids: mx.array) -> mx.array:
         """Of ids uint32 [...]: T [..., K]."""
         rows: mx.array = self.embedding(ids)
@@ -62,7 +89,15 @@ class Trunk:
         rows: mx.array = self.embedding.as_linear(normed) if head is None else head(normed)
         return rows
 
+    def tap(self) -> Tap:
+        """Put a tap at the final norm, once."""
+        norm = self.norm
+        if not isinstance(norm, Tap):
+            norm = self.stack[self.norm_name] = Tap(norm)
+        return norm
+
     def fingerprint(self) -> str:
         """What says whether a head was made for this model: of the final norm, which no quantisation changes."""
-        weight = self.norm.weight.astype(mx.bfloat16).astype(mx.float32)
+        norm = self.norm.norm if isinstance(self.norm, Tap) else self.norm
+        weight = norm.weight.astype(mx.bfloat16).astype(mx.float32)
         return hashlib.sha256(np.array(weight).tobytes()).hexdigest()[:16]
