@@ -16,13 +16,13 @@ No clock: times are told. Of a job nothing stays but the times.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
+from worker.speculation.acceptance import Acceptance, Counts, Pace
 from worker.speculation.costs import Costs, Measured
 from worker.speculation.draft import MAX_NODES, Traits
 
@@ -34,15 +34,11 @@ _FIRST_PAUSE, _LONGEST_PAUSE, _LONGER = 16, 512, 4
 _MOST_FORKS: Final = 3
 # A step has to promise this share of its time, more to begin drafting than to go on: times are not known better.
 _BEGIN, _GO_ON = 0.04, 0.02
-# A draft that hardly anything reaches is not thought further.
-_LEAST_REACH: Final = 0.01
 # The acceptance that a trial hopes for, whatever the traits believe.
 _HOPE: Final = 0.9
 _CHEAP: Final = 1.15
-# Weights of what is older: of a test of acceptance, by tests and by drafts; of a step's pace; of a watched round.
-_KEPT_FADES, _STALE_FADES, _PACE_FADES, _WATCHED_FADES = 0.975, 0.975, 0.97, 0.8
-# Believed tests, beside the measured ones: of a kind in its prior, of a depth in its kind.
-_PRIOR_TESTS, _KIND_TESTS = 3.0, 3.0
+# Weight of an older watched round.
+_WATCHED_FADES: Final = 0.8
 
 
 class Plan(NamedTuple):
@@ -50,6 +46,7 @@ class Plan(NamedTuple):
 
     depth: of the trunk. kinds: of the margin of each depth. turns: depths of the forks. why: in words, where it is
     nothing. beside_ms: what was drafted longer than *nodes* say; forks, which cost no draft, count against it.
+    gain: what it promises beyond what it has to, in plain steps.
     """
 
     context: int
@@ -60,100 +57,7 @@ class Plan(NamedTuple):
     turns: tuple[int, ...] = ()
     why: str = ""
     beside_ms: float = 0.0
-
-
-@dataclass(slots=True)
-class _Share:
-    """How often something came true; older tests fade with newer ones, and with drafts that tested others."""
-
-    true: float = 0.0
-    tests: float = 0.0
-    at: int = 0
-
-    def learn(self, value: float, now: int) -> None:
-        self.true = self.true * _KEPT_FADES + value
-        self.tests = self.tests * _KEPT_FADES + 1
-        self.at = now
-
-    def near(self, believed: float, tests: float, now: int) -> float:
-        """With so many believed *tests* beside the measured ones; *now* counts drafts."""
-        fresh = _STALE_FADES ** (now - self.at)
-        return (self.true * fresh + believed * tests) / (self.tests * fresh + tests)
-
-    def doubt(self) -> None:
-        """What comes next is to count for more."""
-        self.true, self.tests = self.true / 16, self.tests / 16
-
-
-@dataclass(slots=True)
-class _Acceptance:
-    """By kind of margin, for the first depth and for all deeper ones, and by kind and depth.
-
-    The last kind: whatever the margin, for drafts not made yet; those of a free drafter always are. hope: the
-    least that is believed before tests.
-    """
-
-    traits: Traits
-    kinds: defaultdict[tuple[int, bool], _Share] = field(default_factory=lambda: defaultdict(_Share))
-    depths: defaultdict[tuple[int, int], _Share] = field(default_factory=lambda: defaultdict(_Share))
-    gained: _Share = field(default_factory=_Share)
-    hope: float = 0.0
-    now: int = 0
-
-    def kind(self, margin: float | None) -> int:
-        edges = self.traits.edges
-        return len(edges) + 1 if margin is None else bisect_right(edges, margin)
-
-    def learn(self, kind: int, depth: int, kept: bool) -> None:
-        for one in (kind,) if self.traits.free else {kind, self.kind(None)}:
-            self.kinds[one, depth > 1].learn(kept, self.now)
-            self.depths[one, depth].learn(kept, self.now)
-
-    def believed(self, kind: int) -> float:
-        kept = self.traits.kept
-        return max(kept[kind] if kind < len(kept) else sum(kept) / len(kept), self.hope)
-
-    def reach(self, kinds: Sequence[int]) -> list[float]:
-        """The chance that each depth, 0 first, is kept together with those before it."""
-        reach, latest, whole = [1.0], (-1, False), 0.0
-        for depth, kind in enumerate(kinds, start=1):
-            if latest != (kind, depth > 1):
-                latest, whole = (kind, depth > 1), self._of_kind(kind, depth > 1)
-            own = self.depths.get((kind, depth))
-            kept = own.near(whole, _KIND_TESTS, self.now) if own else whole
-            reach.append(reach[-1] * kept)
-            if reach[-1] < _LEAST_REACH:
-                break
-        return reach
-
-    def _of_kind(self, kind: int, deep: bool) -> float:
-        alike = self.kinds.get((kind, deep))
-        whole = self.believed(kind)
-        return alike.near(whole, _PRIOR_TESTS, self.now) if alike else whole
-
-    def gain(self) -> float:
-        """Tokens that a fork brings where the trunk misses at its depth."""
-        return self.gained.near(self.traits.gained, _PRIOR_TESTS, self.now)
-
-    def doubt(self) -> None:
-        for share in (*self.kinds.values(), *self.depths.values()):
-            share.doubt()
-
-
-@dataclass(slots=True)
-class _Counts:
-    """What the job's last word says."""
-
-    steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    drafted_by_depth: list[int] = field(default_factory=lambda: [0] * MAX_NODES)
-    accepted_by_depth: list[int] = field(default_factory=lambda: [0] * MAX_NODES)
-    forks: int = 0
-    fork_wins: int = 0
-    off_steps: int = 0
-    offs: int = 0
-    why: str = ""
+    gain: float = 0.0
 
 
 @dataclass(slots=True)
@@ -214,15 +118,14 @@ class Planner:
 
     def begin(self) -> None:
         """A job begins: nothing of the one before counts but the times."""
-        self._kept = _Acceptance(self._traits)
+        self._kept = Acceptance(self._traits)
         self._gate = _Gate()
-        self._counts = _Counts()
+        self.counts = Counts()
         self._would: Plan | None = None
         self._drafting = False
         self._watched = False
         self._idle = 0
-        # Tokens and plain steps of the latest steps, as if some plain ones had gone before.
-        self._tokens = self._time = 8.0
+        self.pace = Pace()
 
     def plan(self, context: int, margins: Sequence[float] | None, turns: Sequence[int] = ()) -> Plan:
         """What the next step verifies of a draft.
@@ -235,6 +138,7 @@ class Planner:
         kinds = tuple(map(self._kept.kind, (None,) * self._limit if margins is None else margins[: self._limit]))
         self._kept.hope = _HOPE if self._gate.trial else 0.0
         plan, gain = self._best(context, kinds, turns, self.measured.steps(context))
+        plan = plan._replace(gain=gain)
         self._would = plan if gain > 0 else None
         if self._gate.pause:
             self._gate.pause -= 1
@@ -275,10 +179,7 @@ class Planner:
             self.measured.learn(plan.context, plan.nodes, max(ms - plan.beside_ms, 0.0))
         expected = self.measured.steps(plan.context)
         plain, ms = expected[0], ms or expected[plan.nodes]
-        fades = _PACE_FADES**steps
-        weight = (1 - fades) / (1 - _PACE_FADES)
-        self._tokens = self._tokens * fades + weight * (1 + accepted)
-        self._time = self._time * fades + weight * ms / plain
+        self.pace.learn(1 + accepted, ms / plain, steps)
         self._drafting = plan.nodes > 0
         if not plan.nodes:
             return
@@ -287,7 +188,7 @@ class Planner:
         self._learn_forks(plan, accepted, turned)
         self._count(plan, accepted, turned)
         if self._gate.judge(1 + accepted - ms / plain):
-            self._counts.offs += 1
+            self.counts.offs += 1
             self._drafting = False
 
     def watched(self, context: int, margins: Sequence[float], kept: int) -> None:
@@ -300,29 +201,12 @@ class Planner:
             self._gate.watch(saved)
 
     def figures(self) -> dict[str, Any]:
-        """Of the job so far: plain numbers for its last word.
-
-        off_steps: steps that left a draft alone, by the gate or by what it promised. offs: how often the gate
-        shut. drafted_by_depth and accepted_by_depth: steps whose trunk, and whose kept path, reached each depth.
-        """
-        counts = self._counts
-        deep = max((depth for depth in range(MAX_NODES) if counts.drafted_by_depth[depth]), default=-1) + 1
-        return {
-            "steps": counts.steps,
-            "drafted": counts.drafted,
-            "accepted": counts.accepted,
-            "drafted_by_depth": counts.drafted_by_depth[:deep],
-            "accepted_by_depth": counts.accepted_by_depth[:deep],
-            "fork_attempts": counts.forks,
-            "fork_wins": counts.fork_wins,
-            "off_steps": counts.off_steps,
-            "offs": counts.offs,
-            "why": counts.why,
-        }
+        """Of the job so far: plain numbers for its last word."""
+        return self.counts.figures()
 
     def _nothing(self, context: int, why: str, *, held: bool = True) -> Plan:
-        self._counts.why = why
-        self._counts.off_steps += held
+        self.counts.why = why
+        self.counts.off_steps += held
         return Plan(context, why=why)
 
     def _try(self, context: int) -> None:
@@ -336,7 +220,7 @@ class Planner:
         self, context: int, kinds: tuple[int, ...], turns: Sequence[int], steps: Sequence[float]
     ) -> tuple[Plan, float]:
         """The draft that gains most, and how much more than it has to, in plain steps; *steps*: what they take."""
-        worth = min(self._time / self._tokens, 1.0)
+        worth = self.pace.worth
         reluctance = _GO_ON if self._drafting or self._gate.trial else _BEGIN
         reach = self._kept.reach(kinds)
         # A trial is to last: it takes what costs hardly more than the least draft. And no draft may lose more than
@@ -385,11 +269,11 @@ class Planner:
             self._kept.gained.learn(accepted - (turned - 1) if turned else 0, self._kept.now)
 
     def _count(self, plan: Plan, accepted: int, turned: int) -> None:
-        counts = self._counts
+        counts = self.counts
         counts.steps += 1
         counts.drafted += plan.nodes
         counts.accepted += accepted
-        counts.forks += plan.forks
+        counts.fork_attempts += plan.forks
         counts.fork_wins += turned > 0
         for depth in range(plan.depth):
             counts.drafted_by_depth[depth] += 1
