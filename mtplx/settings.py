@@ -62,6 +62,7 @@ class Settings:
     batch_wait_ms: int = _setting(0, "Always 0: there is no gather window.")
     batching_preset: str = _setting("solo", "solo or latency; batched presets are refused.")
     draft: str = _setting("auto", "Where drafts come from: auto, ngram, model:PATH, mtp, or none.")
+    mtp: str = _setting("", "Directory of a head that drafts; without it the model's own, or one that we ship.")
     run_dir: Path = _setting(paths.default_run, "Folder of sockets and lock, mode 0700.")
     cache_dir: Path = _setting(_default_cache, "Folder of pulled models and compiled kernels.")
     front: str = _setting(
@@ -231,7 +232,7 @@ class Settings:
     def warnings(self) -> list[str]:
         """Sentences a program should log once at start."""
         batching = ("max_active_requests", "decode_batch_max", "batch_wait_ms", "batching_preset")
-        unused = (*batching, "hyper_stage", "draft")
+        unused = (*batching, "hyper_stage", "draft", "mtp")
         given = [flag(name) for name in unused if getattr(self, name) != _FIELDS[name].default]
         if self.scheduler_mode is SchedulerMode.SERIAL and given:
             return [f"No effect in serial mode, where one job runs at a time at width 1: {', '.join(given)}."]

@@ -72,6 +72,8 @@ def _absolute(settings: Settings) -> Settings:
         for name in ("key", "server_key")
         if (value := getattr(settings, name)) and Path(value).expanduser().is_file()
     }
+    if settings.mtp:
+        files["mtp"] = str(Path(settings.mtp).expanduser().absolute())
     kind, _, path = settings.draft.partition(":")
     if path and Path(path).expanduser().is_dir():
         files["draft"] = f"{kind}:{Path(path).expanduser().absolute()}"

@@ -23,6 +23,7 @@ from worker.speculation.mtp.drafter import Mtp
 from worker.speculation.mtp.following import Ask, HeadRun
 from worker.speculation.mtp.forged import ForgedConfig
 from worker.speculation.mtp.head import Head
+from worker.speculation.ngram import Ngram
 from worker.speculation.on_device import DeviceDrafts
 
 
@@ -151,10 +152,22 @@ class Bench:
         self.engine.stop()
         return ids
 
-    def drafting(self, head: HeadRun, costs: Costs, width: int, clock: Callable[[], float]) -> DeviceDrafts:
-        """The engine of jobs that *head* drafts for."""
+    def drafting(
+        self, head: HeadRun, costs: Costs, width: int, clock: Callable[[], float], *, copies: bool = False
+    ) -> DeviceDrafts:
+        """The engine of jobs that *head* drafts for; *copies*: prompt lookup is asked, too."""
         drafter = Mtp(head, self.engine.forward, self.loaded.width, self.loaded.vocabulary)
-        parts = Parts(drafter=drafter, measured=Measured(costs), trees=False, clock=clock, engine=DeviceDrafts)
+        beside = None
+        if copies:
+            beside = Parts(drafter=Ngram(), measured=Measured(costs), trees=False, clock=clock)
+        parts = Parts(
+            drafter=drafter,
+            measured=Measured(costs),
+            trees=False,
+            clock=clock,
+            engine=DeviceDrafts,
+            beside=beside,
+        )
         return DeviceDrafts(width, self.engine, parts)
 
     def drafted(

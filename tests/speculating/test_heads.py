@@ -163,3 +163,27 @@ def states_of(loaded, trunk: Trunk, text: list[int]) -> mx.array:
     # A model with a tap is none of the dense family's.
     trunk.stack[trunk.norm_name] = tap.norm
     return states
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_prompt_lookup_beside_a_head_takes_what_it_promises_more_of(tiny_model, form: str) -> None:
+    bench = Bench(tiny_model("llama"), form)
+    luck, copied, behind = random.Random(5), 0, 0
+    for number, (name, share) in enumerate((name, share) for name in SAMPLERS for share in (0.2, 0.8)):
+        phrase = [luck.randrange(4, bench.loaded.vocabulary) for _ in range(7)]
+        request = request_of(phrase * 5, 60, seed=number, **SAMPLERS[name])
+        # A text that repeats itself, which a bias makes of it.
+        bias = dict.fromkeys(phrase, 40.0)
+        request = replace(request, sampling=replace(request.sampling, logit_bias=bias))
+        whole = bench.plain(request)
+        head = Knowing([*request.prompt, *whole], bench.loaded.vocabulary, share, goes_behind=True)
+        costs = Costs((1, 16), (0,), ((1.0, 1.2),), 0.1)
+        engine = bench.drafting(head, costs, 16, Priced(bench.engine, costs), copies=True)
+        launches = watch_launches(bench)
+        ids, figures = bench.drafted(engine, request)
+        assert ids == whole, (name, share)
+        assert sum(figures.accepted_by_depth) == figures.drafting["rows_committed"]
+        copied += engine._beside.planner.counts.steps
+        behind += launches.count(True)
+    assert copied > 20, "prompt lookup drafted"
+    assert (behind > 20) is (form == "in place"), "and so did the head, ahead of the host"

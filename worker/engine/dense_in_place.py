@@ -52,7 +52,8 @@ class DenseInPlace:
         self.row_invariant = self.bank.row_invariant
         self.prefill_rows = prefill_rows
         self.capacity = positions_within(pool.pages, prefill_rows)
-        self._packed = packed
+        self.packed = self._packed = packed
+        self.switches = switches
         self._pool = pool
         self._kernels = switches.kernels
         # A kernel for each layer: built anew each time, they would take the host longer than the device.

@@ -16,6 +16,7 @@ from worker.engine.dense_in_place import DenseInPlace
 from worker.engine.draw import warm_rows
 from worker.engine.engine import Engine
 from worker.engine.files import check_model_files, resolve_model, weight_file_bytes
+from worker.engine.forward import Forward
 from worker.engine.geometry import Extent, Geometry
 from worker.engine.load import LoadedModel, chip_name, device_name, load, weight_bytes
 from worker.engine.memory import check_draft_fits
@@ -27,7 +28,9 @@ from worker.speculation.costs import Costs, Measured
 from worker.speculation.draft import Drafter
 from worker.speculation.draft_model import DraftModel
 from worker.speculation.executor import HyperWidthExecutor, Parts
+from worker.speculation.mtp.build import head_drafter
 from worker.speculation.ngram import Ngram
+from worker.speculation.on_device import DeviceDrafts
 
 # What is measured before READY where nothing is kept yet: on the CPU a row takes tenths of a second.
 _FAST: Final = Extent(contexts=(64, 1024))
@@ -53,11 +56,21 @@ class Width:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A drafter, what a token of it costs, and what health tells of it."""
+    """A drafter, what a token of it costs, and what health tells of it.
+
+    on_device: whether its drafts stay there. beside: a free drafter that is asked, too.
+    """
 
     drafter: Drafter
     draft_ms: float = 0.0
     info: dict[str, Any] = field(default_factory=dict)
+    on_device: bool = False
+    beside: Drafter | None = None
+
+    @property
+    def name(self) -> str:
+        """For health."""
+        return self.drafter.name if self.beside is None else f"{self.drafter.name}+{self.beside.name}"
 
 
 def may_draft(settings: Settings) -> bool:
@@ -111,18 +124,19 @@ def width(
         contexts=found.contexts,
         ms=found.ms,
         overhead_ms=found.overhead_ms,
-        draft_ms=source.draft_ms,
         sizes=SIZES if isinstance(forward, DenseInPlace) else (),
     )
-    trees = forward.trees and may_fork(settings)
-    parts = Parts(drafter=source.drafter, measured=Measured(costs), trees=trees, clock=clock)
-    executor = HyperWidthExecutor(parts, forward.width)
+    executor = _executor(settings, source, costs, forward, clock)
+    if executor.width == 1 and source.beside is not None:
+        source = _Found(source.beside, info=source.info)
+        executor = _executor(settings, source, costs, forward, clock)
+    trees = executor.trees
     if executor.width > 1 and device_name() != "cpu":
         warm_rows(loaded.width, loaded.vocabulary, loaded.dtype, SIZES[1:])
     stage = "h0" if executor.width == 1 else "h2" if trees else "h1"
     info = {
         "width_executor": True,
-        "draft": source.drafter.name,
+        "draft": source.name,
         **source.info,
         "most_rows": executor.width,
         "width_why": executor.why or forward.why_narrow,
@@ -158,11 +172,38 @@ def _drafter(
     clock: Callable[[], float],
     kernels: Path | None,
 ) -> _Found:
-    if settings.draft == "mtp":
-        raise SettingsError("--draft mtp: no head of this model can be used by this version; use auto or ngram.")
     if settings.draft.startswith("model:"):
         return draft_model(settings, target, engine.capacity, clock, kernels)
+    turns = _TIMED_ON_CPU[1] if device_name() == "cpu" else _TIMED[1]
+    head = None if settings.draft == "ngram" else head_drafter(settings, target, engine, clock, turns)
+    if head is not None:
+        beside = Ngram() if settings.draft == "auto" else None
+        return _Found(head.drafter, head.draft_ms, head.info, on_device=True, beside=beside)
+    if settings.draft == "mtp":
+        raise SettingsError(
+            f"--draft mtp: {target.name} has no head that is known here. Name one with --mtp DIR, make one with "
+            "`mtplx forge`, or use --draft auto."
+        )
     return _Found(Ngram())
+
+
+def _executor(
+    settings: Settings, source: _Found, costs: Costs, forward: Forward, clock: Callable[[], float]
+) -> HyperWidthExecutor:
+    """What runs the jobs that *source* drafts for."""
+    trees = forward.trees and may_fork(settings) and not source.on_device
+    parts = Parts(drafter=source.drafter, measured=Measured(costs), trees=trees, clock=clock)
+    if source.on_device:
+        beside = None
+        if source.beside is not None:
+            beside = replace(parts, drafter=source.beside)
+        # Nobody waits for a result where the next forward is launched before it is read.
+        waits = 0.0 if forward.pipelines else costs.overhead_ms
+        own = replace(costs, overhead_ms=waits, draft_ms=source.draft_ms)
+        parts = replace(parts, measured=Measured(own), engine=DeviceDrafts, beside=beside)
+    else:
+        parts = replace(parts, measured=Measured(replace(costs, draft_ms=source.draft_ms)))
+    return HyperWidthExecutor(parts, forward.width)
 
 
 def draft_model(

@@ -20,6 +20,7 @@ import mlx.core as mx
 from worker.engine.draw import NOT_A_NUMBER
 from worker.engine.engine import Engine, EngineRequest, Figures, PrefillProgress, Step
 from worker.engine.serial import SerialEngine
+from worker.speculation.acceptance import Counts
 from worker.speculation.costs import Measured
 from worker.speculation.draft import MAX_NODES, Draft, Drafter, Terms, left_trunk
 from worker.speculation.planner import Plan, Planner
@@ -46,7 +47,7 @@ class Parts:
     """What speculation is made of.
 
     trees: whether drafts may fork. clock: seconds. engine: of a job, made of the most rows of a forward, the
-    serial engine and these; None: `SpeculatingEngine`.
+    serial engine and these; None: `SpeculatingEngine`. beside: a free drafter that is asked, too.
     """
 
     drafter: Drafter
@@ -54,6 +55,7 @@ class Parts:
     trees: bool
     clock: Callable[[], float]
     engine: Callable[[int, SerialEngine, Parts], SpeculatingEngine] | None = None
+    beside: Parts | None = None
 
 
 class HyperWidthExecutor:
@@ -67,6 +69,7 @@ class HyperWidthExecutor:
 
     def __init__(self, parts: Parts, width: int, why: str = "") -> None:
         self._parts = parts
+        self.trees = parts.trees
         self.width = width
         self.why = why
         if width > 1 and not self._could_pay():
@@ -159,7 +162,7 @@ class SpeculatingEngine:
         self._tell(0.0)
         self._drafter.end()
         figures = self._serial.stop()
-        told = self._planner.figures()
+        told = self._told().figures()
         drafting = {
             "rows_launched": self._launched,
             "rows_committed": self._committed,
@@ -171,6 +174,10 @@ class SpeculatingEngine:
     def counts(self) -> dict[str, int] | None:
         """As in `Engine`."""
         return self._serial.counts()
+
+    def _told(self) -> Counts:
+        """What came of the job's drafts."""
+        return self._planner.counts
 
     def _go_on(self) -> None:
         """Start what comes next, now that all that was decided is handed out; something is decided then."""

@@ -16,6 +16,9 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.llama import ModelArgs, TransformerBlock
 
+from mtplx.errors import ModelFilesError
+from worker.engine.load import LoadedModel
+from worker.engine.trunk import Trunk
 from worker.speculation.mtp.head import Head
 
 MODEL_TYPE: Final = "mtplx_mtp"
@@ -51,6 +54,47 @@ class ForgedConfig:
         if self.quantization:
             nn.quantize(head, **self.quantization)
         return head
+
+
+def read_config(folder: Path) -> ForgedConfig:
+    """The config in *folder*.
+
+    Raises:
+        ModelFilesError: it is missing, or of another kind.
+    """
+    try:
+        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        if found.pop("model_type") != MODEL_TYPE:
+            raise ValueError(f"its model_type is not {MODEL_TYPE}")
+        return ForgedConfig(**found)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ModelFilesError(
+            f"{folder} holds no head that `mtplx forge` wrote ({error}). --mtp takes such a directory, or "
+            "one with a head of the model's own family."
+        ) from error
+
+
+def load(folder: Path, loaded: LoadedModel, trunk: Trunk) -> Head:
+    """The head in *folder* for *loaded*, in the type of its activations.
+
+    Raises:
+        ModelFilesError: it is not whole, or was made for another model.
+    """
+    config = read_config(folder)
+    if config.trunk != trunk.fingerprint():
+        raise ModelFilesError(
+            f"The head in {folder} was made for another model than {loaded.name}; "
+            "make one with: mtplx forge MODEL --out DIR"
+        )
+    try:
+        head = config.module()
+        head.load_weights(str(folder / WEIGHTS))
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise ModelFilesError(f"{folder / WEIGHTS} is not the weights of its config ({error}).") from error
+    head.set_dtype(getattr(mx, loaded.dtype))
+    head.eval()
+    mx.eval(head.parameters())
+    return head
 
 
 def save(folder: Path, config: ForgedConfig, head: Head) -> None:

@@ -103,6 +103,8 @@ class Reading:
         Nothing is read by the host: each token feeds the next.
         """
         assert self._latest is not None, "a pair comes first"
+        self._cache.trim(self._drafted)
+        self._drafted = 0
         out, tokens = self._latest, []
         for place in range(count):
             token = choose(self._trunk.logits(out.normed))
