@@ -1,0 +1,188 @@
+"""The model whose head is made, over many rows at once: what it thinks of a text, and texts that it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import mlx.core as mx
+
+from mtplx.errors import ModelFilesError
+from worker.engine.load import LoadedModel
+from worker.engine.packed import Layer, Linear, NotDenseError, pack
+from worker.kernels.operands import Affine
+
+# Rows and keys come in multiples of this, so that few shapes are compiled.
+STEP: Final = 64
+_Attend = Callable[[int, mx.array, mx.array, mx.array], mx.array]
+
+
+class Begun(NamedTuple):
+    """Texts that are being written.
+
+    column: of the next token. starts: int32 [B], the first column of each. keys, values: of each layer
+    T [B, Hkv, room, D]. logits: T [B, V], of the next token.
+    """
+
+    column: int
+    starts: mx.array
+    keys: list[mx.array]
+    values: list[mx.array]
+    logits: mx.array
+
+
+def up_to(count: int, step: int = STEP) -> int:
+    """*count*, or the next multiple of *step* above it."""
+    return -(-count // step) * step
+
+
+class Target:
+    """A dense model over batches. Positions are columns: a shift of a whole row changes no attention.
+
+    Args:
+        loaded: its module is packed in place. Quantised weights are taken apart once: large products are bound by
+            arithmetic, not by memory.
+
+    Raises:
+        ModelFilesError: the model is not of the dense family.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        try:
+            packed = pack(loaded.model)
+        except NotDenseError as error:
+            raise ModelFilesError(
+                f"No head can be made for {loaded.name}: {error}. Heads are made for dense models only: llama,"
+                " mistral, qwen2, qwen3 and what shares their block."
+            ) from error
+        self._packed = packed
+        self._layers = [
+            [_dense(one, packed.dtype) for one in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+            for layer in packed.layers
+        ]
+        head = _dense(packed.head, packed.dtype)
+        assert isinstance(head.weight, mx.array), "nothing is quantised here"
+        self.lm_head: mx.array = head.weight.T
+        self._steps: dict[int, Any] = {}
+        mx.eval(self.lm_head, [one.weight for products in self._layers for one in products])
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Of all states."""
+        return self._packed.dtype
+
+    def embed(self, ids: mx.array) -> mx.array:
+        """Of ids [...]: T [..., K]."""
+        rows: mx.array = self._packed.embed(ids)
+        return rows
+
+    def states(self, ids: mx.array) -> mx.array:
+        """The states behind the final norm T [B, n, K], of ids [B, n] that all begin in column 0."""
+
+        def attend(_place: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+            return mx.fast.scaled_dot_product_attention(q, k, v, scale=self._packed.scale, mask="causal")
+
+        return self._run(ids, 0, attend)
+
+    def logits(self, states: mx.array) -> mx.array:
+        """Of states T [..., K]: T [..., V]."""
+        return states @ self.lm_head
+
+    def begin(self, prompts: Sequence[Sequence[int]], more: int) -> Begun:
+        """Read *prompts*, which all end in one column, with room for *more* tokens behind them."""
+        width = up_to(max(len(prompt) for prompt in prompts))
+        room = up_to(width + more)
+        ids = mx.array([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+        starts = mx.array([width - len(prompt) for prompt in prompts])
+        column = mx.arange(width)
+        # A column in front of its text sees itself, so that no row of the softmax is empty.
+        own = column[None, :] == column[:, None]
+        visible = (column[None, None, :] >= starts[:, None, None]) & (column[None, :] <= column[:, None])[None]
+        mask = (visible | own[None])[:, None]
+        keys: list[mx.array] = []
+        values: list[mx.array] = []
+
+        def attend(_place: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+            for kept, new in ((keys, k), (values, v)):
+                kept.append(mx.pad(new, [(0, 0), (0, 0), (0, room - width), (0, 0)]))
+            return mx.fast.scaled_dot_product_attention(q, k, v, scale=self._packed.scale, mask=mask)
+
+        normed = self._run(ids, 0, attend)[:, -1]
+        begun = Begun(width, starts, keys, values, self.logits(normed))
+        mx.eval(begun.logits, keys, values)
+        return begun
+
+    def step(self, begun: Begun, ids: mx.array) -> Begun:
+        """The texts, one token further by ids [B]. *begun* is used up: its buffers are written in place."""
+        length = up_to(begun.column + 1)
+        if length not in self._steps:
+            self._steps[length] = mx.compile(partial(self._step, length))
+        column = mx.array([begun.column])
+        logits, keys, values = self._steps[length](ids, column, begun.starts, (begun.keys, begun.values))
+        begun.keys.clear()
+        begun.values.clear()
+        return Begun(begun.column + 1, begun.starts, keys, values, logits)
+
+    def _step(
+        self,
+        length: int,
+        ids: mx.array,
+        column: mx.array,
+        starts: mx.array,
+        kept: tuple[list[mx.array], list[mx.array]],
+    ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
+        places = mx.arange(length)
+        visible = (places[None] >= starts[:, None]) & (places <= column)[None]
+        mask = mx.where(visible, 0.0, -mx.inf)[:, None, None]
+        written: tuple[list[mx.array], list[mx.array]] = ([], [])
+
+        def attend(place: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+            for fresh, old, new in zip(written, kept, (k, v), strict=True):
+                fresh.append(mx.slice_update(old[place], new, column, axes=[2]))
+            k, v = (fresh[place][:, :, :length] for fresh in written)
+            rows, heads, _, dim = q.shape
+            grouped = q.reshape(rows, k.shape[1], heads // k.shape[1], dim)
+            scores = (grouped * self._packed.scale) @ k.swapaxes(-1, -2)
+            weights = mx.softmax(scores.astype(mx.float32) + mask, axis=-1).astype(v.dtype)
+            return (weights @ v).reshape(rows, heads, 1, dim)
+
+        normed = self._run(ids[:, None], column, attend)[:, 0]
+        return self.logits(normed), *written
+
+    def _run(self, ids: mx.array, offset: int | mx.array, attend: _Attend) -> mx.array:
+        """The final states T [B, n, K] of ids [B, n]; *attend* is told the layer's place and its roped heads."""
+        packed = self._packed
+        x = packed.embed(ids)
+        for place, (layer, products) in enumerate(zip(packed.layers, self._layers, strict=True)):
+            qkv, out, gate_up, down = products
+            q, k, v = _heads(layer, qkv(packed.normed(x, layer.input_norm)), offset)
+            heads = attend(place, q, k, v)
+            x = x + out(heads.swapaxes(1, 2).reshape(*x.shape[:2], -1))
+            gate, up = mx.split(gate_up(packed.normed(x, layer.post_norm)), 2, axis=-1)
+            x = x + down(gate * mx.sigmoid(gate) * up)
+        return packed.normed(x, packed.norm)
+
+
+def _heads(layer: Layer, qkv: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """Queries T [B, H, n, D], keys and values T [B, Hkv, n, D], of their product T [B, n, N]."""
+    shape = layer.heads
+    ends = [shape.heads, shape.heads + shape.kv_heads]
+    q, k, v = mx.split(qkv.reshape(*qkv.shape[:2], -1, shape.dim).swapaxes(1, 2), ends, axis=1)
+    if layer.q_norm is not None:
+        eps = shape.norm_eps or 0.0
+        q = mx.fast.rms_norm(q, layer.q_norm, eps)
+        k = mx.fast.rms_norm(k, layer.k_norm, eps)
+    if layer.rope is not None:
+        q, k = layer.rope(q, offset=offset), layer.rope(k, offset=offset)
+    return q, k, v
+
+
+def _dense(product: Linear, dtype: mx.Dtype) -> Linear:
+    """The same product without quantised weights."""
+    weight = product.weight
+    if isinstance(weight, Affine):
+        weight = mx.dequantize(weight.words, weight.scales, weight.biases, weight.group, weight.bits)
+        weight = weight.astype(dtype)
+        return Linear(weight, product.bias, weight.T)
+    return product
