@@ -16,7 +16,7 @@ from worker.forge.train import Recipe, Trainer, config_of, fresh_head, in_type, 
 from worker.forge.unrolled import Unrolled
 from worker.speculation.mtp.forged import ForgedConfig, quantized
 from worker.speculation.mtp.head import Head, Reading
-from worker.speculation.mtp.trunk import Trunk
+from worker.engine.trunk import Trunk
 
 DENSE = ("llama", "qwen3", "smollm3", "llama-bias", "llama-llama3", "llama-4bit-32")
 

@@ -24,7 +24,7 @@ from worker.forge.train import CHECKPOINT, Recipe, Trainer, config_of, fresh_hea
 from worker.forge.worth import costs, speed, worth
 from worker.speculation.mtp.forged import ForgedConfig, quantized, save
 from worker.speculation.mtp.head import Head
-from worker.speculation.mtp.trunk import Trunk
+from worker.engine.trunk import Trunk
 
 REPORT: Final = "forge.json"
 TEXT: Final = "text.npz"

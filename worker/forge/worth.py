@@ -17,7 +17,7 @@ from worker.forge.accept import tokens_per_step
 from worker.kernels import disk_cache
 from worker.speculation.costs import Costs
 from worker.speculation.mtp.head import Head, Reading
-from worker.speculation.mtp.trunk import Trunk
+from worker.engine.trunk import Trunk
 
 # The context at which costs are read.
 _CONTEXT: Final = 256
