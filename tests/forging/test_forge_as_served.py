@@ -60,10 +60,10 @@ def test_written_text_is_the_models_own(tiny_model: Callable[[str], LoadedModel]
     loaded = tiny_model(name)
     target = Target(loaded)
     prompts = [some_ids(loaded, 1, length)[0].tolist() for length in (5, 60, 17)]
-    writing = Writing(length=30, batch=3, eos_ids=loaded.eos_ids)
+    writing = Writing(length=90, batch=3, eos_ids=loaded.eos_ids)
     for prompt, answer in zip(prompts, text.write(target, prompts, [0.0, 0.0, 0.0], writing, 1), strict=True):
         ids = list(prompt)
-        while len(ids) < len(prompt) + 30 and not (len(ids) > len(prompt) and ids[-1] in loaded.eos_ids):
+        while len(ids) < len(prompt) + 90 and not (len(ids) > len(prompt) and ids[-1] in loaded.eos_ids):
             ids.append(int(loaded.model(mx.array([ids]))[0, -1].argmax()))
         assert answer.ids.tolist() == ids
         assert answer.prompt == len(prompt)

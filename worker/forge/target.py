@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 import mlx.core as mx
 
 from mtplx.errors import ModelFilesError
-from worker.engine.load import LoadedModel
+from worker.engine.load import LoadedModel, device_name
 from worker.engine.packed import Layer, Linear, NotDenseError, pack
 from worker.kernels.operands import Affine
 
@@ -18,23 +17,43 @@ STEP: Final = 64
 _Attend = Callable[[int, mx.array, mx.array, mx.array], mx.array]
 
 
+class Kept(NamedTuple):
+    """Keys and values of each layer T [B, Hkv, n, D]: of columns that are complete, and of the latest STEP.
+
+    A step writes into the short ones alone: while the device still reads a buffer MLX copies it to write into it.
+    """
+
+    keys: list[mx.array]
+    values: list[mx.array]
+    new_keys: list[mx.array]
+    new_values: list[mx.array]
+
+
 class Begun(NamedTuple):
     """Texts that are being written.
 
-    column: of the next token. starts: int32 [B], the first column of each. keys, values: of each layer
-    T [B, Hkv, room, D]. logits: T [B, V], of the next token.
+    column: of the next token. starts: int32 [B], the first column of each. logits: T [B, V], of the next token.
     """
 
     column: int
     starts: mx.array
-    keys: list[mx.array]
-    values: list[mx.array]
+    kept: Kept
     logits: mx.array
 
 
 def up_to(count: int, step: int = STEP) -> int:
     """*count*, or the next multiple of *step* above it."""
     return -(-count // step) * step
+
+
+def compiled(call: Any, state: list[Any] | None = None) -> Any:
+    """*call* compiled where compiling is cheap: the CPU build of MLX runs a C++ compiler for each kernel.
+
+    state: what the call reads and changes besides its arguments, as `mx.compile` takes it.
+    """
+    if device_name() == "cpu":
+        return call
+    return mx.compile(call) if state is None else mx.compile(call, inputs=state, outputs=state)
 
 
 class Target:
@@ -64,7 +83,7 @@ class Target:
         head = _dense(packed.head, packed.dtype)
         assert isinstance(head.weight, mx.array), "nothing is quantised here"
         self.lm_head: mx.array = head.weight.T
-        self._steps: dict[int, Any] = {}
+        self._compiled = compiled(self._step)
         mx.eval(self.lm_head, [one.weight for products in self._layers for one in products])
 
     @property
@@ -89,10 +108,9 @@ class Target:
         """Of states T [..., K]: T [..., V]."""
         return states @ self.lm_head
 
-    def begin(self, prompts: Sequence[Sequence[int]], more: int) -> Begun:
-        """Read *prompts*, which all end in one column, with room for *more* tokens behind them."""
+    def begin(self, prompts: Sequence[Sequence[int]]) -> Begun:
+        """Read *prompts*, which all end in one column."""
         width = up_to(max(len(prompt) for prompt in prompts))
-        room = up_to(width + more)
         ids = mx.array([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
         starts = mx.array([width - len(prompt) for prompt in prompts])
         column = mx.arange(width)
@@ -104,48 +122,49 @@ class Target:
         values: list[mx.array] = []
 
         def attend(_place: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-            for kept, new in ((keys, k), (values, v)):
-                kept.append(mx.pad(new, [(0, 0), (0, 0), (0, room - width), (0, 0)]))
+            keys.append(k)
+            values.append(v)
             return mx.fast.scaled_dot_product_attention(q, k, v, scale=self._packed.scale, mask=mask)
 
-        normed = self._run(ids, 0, attend)[:, -1]
-        begun = Begun(width, starts, keys, values, self.logits(normed))
-        mx.eval(begun.logits, keys, values)
-        return begun
+        logits = self.logits(self._run(ids, 0, attend)[:, -1])
+        empty = [mx.zeros((*k.shape[:2], STEP, k.shape[-1]), dtype=k.dtype) for k in keys]
+        kept = Kept(keys, values, empty, list(empty))
+        mx.eval(logits, kept)
+        return Begun(width, starts, kept, logits)
 
     def step(self, begun: Begun, ids: mx.array) -> Begun:
-        """The texts, one token further by ids [B]. *begun* is used up: its buffers are written in place."""
-        length = up_to(begun.column + 1)
-        if length not in self._steps:
-            self._steps[length] = mx.compile(partial(self._step, length))
-        column = mx.array([begun.column])
-        logits, keys, values = self._steps[length](ids, column, begun.starts, (begun.keys, begun.values))
-        begun.keys.clear()
-        begun.values.clear()
-        return Begun(begun.column + 1, begun.starts, keys, values, logits)
+        """The texts, one token further by ids [B]."""
+        kept, column = begun.kept, begun.column
+        if column == kept.keys[0].shape[2] + STEP:
+            joined = [
+                [mx.concatenate(list(pair), axis=2) for pair in zip(old, new, strict=True)]
+                for old, new in ((kept.keys, kept.new_keys), (kept.values, kept.new_values))
+            ]
+            kept = Kept(joined[0], joined[1], kept.new_keys, kept.new_values)
+        logits, new_keys, new_values = self._compiled(ids, mx.array([column]), begun.starts, kept)
+        return Begun(column + 1, begun.starts, Kept(kept.keys, kept.values, new_keys, new_values), logits)
 
     def _step(
-        self,
-        length: int,
-        ids: mx.array,
-        column: mx.array,
-        starts: mx.array,
-        kept: tuple[list[mx.array], list[mx.array]],
+        self, ids: mx.array, column: mx.array, starts: mx.array, kept: Kept
     ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
-        places = mx.arange(length)
+        keys, values, new_keys, new_values = kept
+        before = keys[0].shape[2]
+        places = mx.arange(before + STEP)
         visible = (places[None] >= starts[:, None]) & (places <= column)[None]
         mask = mx.where(visible, 0.0, -mx.inf)[:, None, None]
         written: tuple[list[mx.array], list[mx.array]] = ([], [])
 
         def attend(place: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-            for fresh, old, new in zip(written, kept, (k, v), strict=True):
-                fresh.append(mx.slice_update(old[place], new, column, axes=[2]))
-            k, v = (fresh[place][:, :, :length] for fresh in written)
+            for fresh, old, one in zip(written, (new_keys, new_values), (k, v), strict=True):
+                fresh.append(mx.slice_update(old[place], one, column - before, axes=[2]))
+            latest, latest_values = (fresh[place] for fresh in written)
             rows, heads, _, dim = q.shape
-            grouped = q.reshape(rows, k.shape[1], heads // k.shape[1], dim)
-            scores = (grouped * self._packed.scale) @ k.swapaxes(-1, -2)
-            weights = mx.softmax(scores.astype(mx.float32) + mask, axis=-1).astype(v.dtype)
-            return (weights @ v).reshape(rows, heads, 1, dim)
+            grouped = q.reshape(rows, k.shape[1], heads // k.shape[1], dim) * self._packed.scale
+            scores = [grouped @ one.swapaxes(-1, -2) for one in (keys[place], latest)]
+            shares = mx.softmax(mx.concatenate(scores, axis=-1).astype(mx.float32) + mask, axis=-1)
+            shares = shares.astype(v.dtype)
+            out = shares[..., :before] @ values[place] + shares[..., before:] @ latest_values
+            return out.reshape(rows, heads, 1, dim)
 
         normed = self._run(ids[:, None], column, attend)[:, 0]
         return self.logits(normed), *written

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from worker.forge.target import Target, up_to
+from worker.forge.target import Target, compiled, up_to
 
 Ids = npt.NDArray[np.int32]
 TEMPERATURES: Final = (0.0, 0.7, 1.0)
@@ -41,20 +41,21 @@ def write(
     target: Target, prompts: Sequence[Sequence[int]], temperatures: Sequence[float], writing: Writing, seed: int
 ) -> list[Text]:
     """The answers to *prompts*, each at its temperature; an answer ends with its first end token."""
-    begun = target.begin(prompts, writing.length)
+    begun = target.begin(prompts)
     warmth = mx.array(list(temperatures))[:, None]
     ends = mx.array(sorted(writing.eos_ids) or [-1])
     key = mx.random.key(seed)
     ended = mx.zeros(len(prompts), dtype=mx.bool_)
     drawn: list[mx.array] = []
+    draw = compiled(_draw)
     while len(drawn) < writing.length:
         key, now = mx.random.split(key)
-        ids = _draw(begun.logits, warmth, now)
+        ids = draw(begun.logits, warmth, now)
         ended = ended | (ids[:, None] == ends).any(-1)
         drawn.append(ids)
         begun = target.step(begun, ids)
         # One ahead: the next step is built while this one runs.
-        mx.async_eval(ids, ended, begun.logits, begun.keys, begun.values)  # type: ignore[no-untyped-call]
+        mx.async_eval(ids, ended, begun.logits, begun.kept)  # type: ignore[no-untyped-call]
         if len(drawn) > 1:
             mx.eval(drawn[-2])
         if len(drawn) % _LOOK == 0 and bool(ended.all().item()):
@@ -63,7 +64,6 @@ def write(
     return [_cut(prompt, answer, writing.eos_ids) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
-@mx.compile
 def _draw(logits: mx.array, warmth: mx.array, key: mx.array) -> mx.array:
     """A token of each row, int32 [B], at temperatures float32 [B, 1]; 0: the likeliest."""
     noise = mx.random.gumbel(logits.shape, key=key)
@@ -82,20 +82,19 @@ def written(
     """Batches of answers until they have *tokens* tokens; the prompts in turn, each turn at another warmth."""
     luck = np.random.default_rng(seed)
     made = turn = 0
-    while made < tokens:
-        order = luck.permutation(len(prompts))
-        # Of near lengths together, or short prompts are mostly padding.
-        blocks = np.array_split(order, max(1, len(order) // (writing.batch * 8)))
-        for block in blocks:
-            chosen = sorted(block, key=lambda place: len(prompts[place]))
-            for start in range(0, len(chosen), writing.batch):
-                places = chosen[start : start + writing.batch]
-                temperatures = [TEMPERATURES[(int(place) + turn) % len(TEMPERATURES)] for place in places]
-                texts = write(target, [prompts[place] for place in places], temperatures, writing, seed + 1 + made)
-                made += sum(len(one.ids) - one.prompt for one in texts)
-                yield texts
-                if made >= tokens:
-                    return
+    # Of near lengths together, or short prompts are mostly padding.
+    order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
+    groups = [order[start : start + writing.batch] for start in range(0, len(order), writing.batch)]
+    while True:
+        for group in luck.permutation(len(groups)):
+            places = groups[group]
+            temperatures = [TEMPERATURES[(place + turn) % len(TEMPERATURES)] for place in places]
+            texts = write(target, [prompts[place] for place in places], temperatures, writing, seed + 1 + made)
+            mx.clear_cache()
+            made += sum(len(one.ids) - one.prompt for one in texts)
+            yield texts
+            if made >= tokens:
+                return
         turn += 1
 
 

@@ -14,9 +14,9 @@ from mlx import optimizers
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mtplx.errors import ModelFilesError
-from worker.engine.load import LoadedModel, device_name
+from worker.engine.load import LoadedModel
 from worker.forge.loss import Lesson, taught
-from worker.forge.target import Target
+from worker.forge.target import Target, compiled
 from worker.forge.text import Batch
 from worker.forge.unrolled import Unrolled, Weights
 from worker.speculation.mtp.forged import ForgedConfig
@@ -85,7 +85,9 @@ def fresh_head(config: ForgedConfig, loaded: LoadedModel) -> Head:
     parts = {f"block.{name}": weight for name, weight in taken.items()}
     parts["norm.weight"] = inner.norm.weight
     parts["eh_proj.weight"] = mx.concatenate([half, half], axis=1)
-    head.update(tree_unflatten([(name, weight.astype(mx.float32)) for name, weight in parts.items()]))
+    # Arrays of their own: what is trained may not be what the compiled step takes for constant.
+    own = [(name, weight.astype(mx.float32) * 1.0) for name, weight in parts.items()]
+    head.update(tree_unflatten(own))
     mx.eval(head.parameters())
     return head
 
@@ -99,13 +101,6 @@ def _dense_weight(layer: Any, name: str) -> mx.array:
         return mx.dequantize(module.weight, module.scales, module.biases, module.group_size, module.bits)
     weight: mx.array = module[leaf]
     return weight
-
-
-def compiled(call: Any, state: list[Any] | None = None) -> Any:
-    """*call* compiled where compiling is cheap: the CPU build of MLX runs a C++ compiler for each kernel."""
-    if device_name() == "cpu":
-        return call
-    return mx.compile(call) if state is None else mx.compile(call, inputs=state, outputs=state)
 
 
 class Trainer:

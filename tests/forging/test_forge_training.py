@@ -1,0 +1,117 @@
+"""The training of a head: what a step does, and that it goes on as if it had never stopped."""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mtplx.errors import ModelFilesError
+from worker.engine.load import LoadedModel
+from worker.forge import target as target_module
+from worker.forge import text
+from worker.forge.loss import Lesson, taught
+from worker.forge.target import Target
+from worker.forge.text import Shape, Text, Writing
+from worker.forge.train import Recipe, Trainer, config_of, fresh_head
+
+RECIPE = Recipe(depths=3, rate=1e-3)
+
+
+def texts(vocabulary: int) -> list[Text]:
+    luck = np.random.default_rng(4)
+    return [Text(luck.integers(2, vocabulary, length).astype(np.int32), 5) for length in (20, 30, 25, 9)]
+
+
+def trainer(loaded: LoadedModel, recipe: Recipe = RECIPE) -> Trainer:
+    config = config_of(loaded, "none")
+    return Trainer(Target(loaded), config, fresh_head(config, loaded), recipe)
+
+
+def weights(one: Trainer) -> dict[str, np.ndarray]:
+    return {name: np.array(weight) for name, weight in tree_flatten(one.head.parameters())}
+
+
+def batches(loaded: LoadedModel) -> list[text.Batch]:
+    return list(text.batches(texts(loaded.vocabulary), Shape(positions=128, length=64, depths=3), None))
+
+
+def test_the_gradient_of_the_lesson_is_that_of_its_loss() -> None:
+    """Against MLX's own derivative of the written-out cross-entropy, in chunks that do not come out even."""
+    mx.random.seed(2)
+    head, truth = mx.random.normal((6, 40)), mx.random.normal((10, 6))
+    states = [mx.random.normal((10, 6)) for _ in range(3)]
+    shares = mx.abs(mx.random.normal((3, 10)))
+
+    def plain(states: list[mx.array]) -> mx.array:
+        logits = truth @ head
+        law = mx.softmax(logits, axis=-1)
+        wanted = 0.6 * law + 0.4 * (mx.arange(40) == logits.argmax(axis=-1, keepdims=True))
+        found = mx.array(0.0)
+        for depth, state in enumerate(states):
+            own = state @ head
+            losses = mx.logsumexp(own, axis=-1) - (wanted * own).sum(-1)
+            found = found + (shares[depth] * losses).sum()
+        return found
+
+    lesson = Lesson(hard=0.4, chunk=4)
+    got = mx.grad(lambda states: taught(states, truth, shares, head, lesson)[0])(states)
+    for mine, right in zip(got, mx.grad(plain)(states), strict=True):
+        np.testing.assert_allclose(np.array(mine), np.array(right), rtol=1e-4, atol=1e-5)
+    total = taught(states, truth, shares, head, lesson)[1].sum()
+    assert float(total) == pytest.approx(float(plain(states)), rel=1e-5)
+
+
+def test_the_loss_falls(tiny_model: Callable[[str], LoadedModel]) -> None:
+    loaded = tiny_model("llama")
+    one, (batch, *_) = trainer(loaded), batches(loaded)
+    losses = [np.array(one.step(batch, 0.2)) for _ in range(15)]
+    assert (losses[-1] < losses[0] - 0.5).all()
+
+
+def test_a_resumed_run_ends_with_the_same_weights(tiny_model: Callable[[str], LoadedModel], tmp_path) -> None:
+    loaded = tiny_model("llama")
+    (batch, *_) = batches(loaded)
+    whole = trainer(loaded)
+    for step in range(4):
+        whole.step(batch, step / 4)
+    half = trainer(loaded)
+    half.step(batch, 0.0)
+    half.step(batch, 0.25)
+    half.save(tmp_path, {"data": 1})
+    again = trainer(loaded)
+    again.load(tmp_path, {"data": 1})
+    assert again.steps == 2
+    again.step(batch, 0.5)
+    again.step(batch, 0.75)
+    want, got = weights(whole), weights(again)
+    assert all(np.array_equal(want[name], got[name]) for name in want)
+    with pytest.raises(ModelFilesError, match="other options \\(data\\)"):
+        trainer(loaded).load(tmp_path, {"data": 2})
+    with pytest.raises(ModelFilesError, match="other options \\(recipe\\)"):
+        trainer(loaded, Recipe(depths=2)).load(tmp_path, {"data": 1})
+
+
+@pytest.mark.prove
+def test_what_a_gpu_compiles_computes_the_same(
+    tiny_model: Callable[[str], LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiled forms of writing and of a step, by the CPU's own compiler."""
+    loaded = tiny_model("llama-4bit-32")
+    (batch, *_) = batches(loaded)
+    prompts = [one.ids.tolist() for one in texts(loaded.vocabulary)]
+    writing = Writing(length=80, batch=4, eos_ids=frozenset())
+    found = []
+    for kind in ("cpu", "compiled"):
+        monkeypatch.setattr(target_module, "device_name", lambda kind=kind: kind)
+        one = trainer(loaded)
+        for _ in range(3):
+            losses = np.array(one.step(batch, 0.1))
+        answers = text.write(Target(loaded), prompts, [0.0] * 4, writing, 0)
+        found.append((losses, weights(one), [answer.ids.tolist() for answer in answers]))
+    (plain, plain_weights, plain_text), (losses, compiled_weights, written) = found
+    assert written == plain_text
+    np.testing.assert_allclose(losses, plain, rtol=1e-4)
+    for name, weight in plain_weights.items():
+        np.testing.assert_allclose(compiled_weights[name], weight, atol=2e-4, err_msg=name)
