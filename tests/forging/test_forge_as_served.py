@@ -8,6 +8,7 @@ import pytest
 
 from mtplx.errors import ModelFilesError
 from worker.engine.load import LoadedModel
+from worker.engine.trunk import Trunk
 from worker.forge import text
 from worker.forge.accept import Acceptance
 from worker.forge.target import Target
@@ -16,7 +17,6 @@ from worker.forge.train import Recipe, Trainer, config_of, fresh_head, in_type, 
 from worker.forge.unrolled import Unrolled
 from worker.speculation.mtp.forged import ForgedConfig, quantized
 from worker.speculation.mtp.head import Head, Reading
-from worker.engine.trunk import Trunk
 
 DENSE = ("llama", "qwen3", "smollm3", "llama-bias", "llama-llama3", "llama-4bit-32")
 

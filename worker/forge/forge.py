@@ -14,6 +14,7 @@ import numpy as np
 
 from mtplx.errors import SettingsError
 from worker.engine.load import LoadedModel, load, resolve_model
+from worker.engine.trunk import Trunk
 from worker.forge import prompts as prompt_set
 from worker.forge import text
 from worker.forge.accept import Acceptance
@@ -24,7 +25,6 @@ from worker.forge.train import CHECKPOINT, Recipe, Trainer, config_of, fresh_hea
 from worker.forge.worth import costs, speed, worth
 from worker.speculation.mtp.forged import ForgedConfig, quantized, save
 from worker.speculation.mtp.head import Head
-from worker.engine.trunk import Trunk
 
 REPORT: Final = "forge.json"
 TEXT: Final = "text.npz"

@@ -13,11 +13,11 @@ from worker.engine import geometry
 from worker.engine.build import Options, build
 from worker.engine.geometry import Extent
 from worker.engine.load import LoadedModel, device_name
+from worker.engine.trunk import Trunk
 from worker.forge.accept import tokens_per_step
 from worker.kernels import disk_cache
 from worker.speculation.costs import Costs
 from worker.speculation.mtp.head import Head, Reading
-from worker.engine.trunk import Trunk
 
 # The context at which costs are read.
 _CONTEXT: Final = 256
