@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from worker.forge.target import Target, compiled
+from worker.forge.target import Target
 from worker.forge.text import Batch
 from worker.forge.train import pairs
 from worker.forge.unrolled import Unrolled, Weights
@@ -30,7 +30,7 @@ class Acceptance:
 
     def __init__(self, target: Target, unrolled: Unrolled, depths: int, batches: Sequence[Batch]) -> None:
         self._target, self._unrolled, self._depths, self._batches = target, unrolled, depths, batches
-        self._call: Any = compiled(self._guesses)
+        self._call: Any = self._guesses
 
     def of(self, weights: Weights) -> list[float]:
         """For each depth the share of right guesses, of those with a right draft above; nan: there were none."""

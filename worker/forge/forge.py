@@ -85,6 +85,7 @@ def forge(wish: Wish, tools: Tools) -> dict[str, Any]:
         ModelFilesError: the model is missing or not dense, or a checkpoint does not fit.
         SettingsError: there are too few prompts, or the head does not pay on this device and is not forced.
     """
+    began = tools.clock()
     if wish.resume and not (wish.checkpoint / TEXT).exists():
         raise SettingsError(f"There is nothing to resume in {wish.checkpoint}; leave --resume out.")
     wish.checkpoint.mkdir(parents=True, exist_ok=True)
@@ -101,7 +102,7 @@ def forge(wish: Wish, tools: Tools) -> dict[str, Any]:
     if wish.resume and (wish.checkpoint / CHECKPOINT).exists():
         trainer.load(wish.checkpoint, {"data": wish.data})
         tools.say(f"going on from step {trainer.steps}")
-    losses = Run(wish, tools, trainer, measure, shape).train(taught)
+    losses = Run(wish, tools, trainer, measure, shape, began).train(taught)
     small_config, small = (
         quantized(config, trainer.head, wish.group, wish.bits)
         if wish.bits
@@ -175,13 +176,14 @@ def texts(wish: Wish, tools: Tools, loaded: LoadedModel, target: Target) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The training loop. measure: on held-out text. shape: of the batches."""
+    """The training loop. measure: on held-out text. shape: of the batches. began: when all of it did."""
 
     wish: Wish
     tools: Tools
     trainer: Trainer
     measure: Acceptance
     shape: Shape
+    began: float
 
     def train(self, taught: list[Text]) -> list[float]:
         """Train to the end of the wish; the last losses by depth. A checkpoint is kept at the end, too."""
@@ -189,14 +191,16 @@ class Run:
         per_epoch = sum(1 for _ in text.batches(taught, self.shape, None))
         total = wish.steps if wish.steps is not None else per_epoch * wish.epochs
         spent, begun = trainer.seconds, clock()
+        # What is left of the minutes once the text is written.
+        limit = None if wish.minutes is None else max(60 * wish.minutes - (begun - self.began), 1.0)
         told = kept = begun
         recent: list[Any] = []
         tokens, before = 0, None
         for batch in islice(self._batches(taught), trainer.steps, None):
             trainer.seconds = spent + clock() - begun
             progress = trainer.steps / total
-            if wish.minutes is not None:
-                progress = max(progress, trainer.seconds / (60 * wish.minutes))
+            if limit is not None:
+                progress = max(progress, (clock() - begun) / limit)
             if progress >= 1:
                 break
             losses = trainer.step(batch, progress)

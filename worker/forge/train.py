@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mtplx.errors import ModelFilesError
 from worker.engine.load import LoadedModel
 from worker.forge.loss import Lesson, taught
-from worker.forge.target import Target, compiled
+from worker.forge.target import Target
 from worker.forge.text import Batch
 from worker.forge.unrolled import Unrolled, Weights
 from worker.speculation.mtp.forged import ForgedConfig
@@ -134,7 +134,8 @@ class Trainer:
     def step(self, batch: Batch, progress: float) -> mx.array:
         """One step; the loss by depth float32 [D], not yet evaluated. progress: of the whole training, 0 to 1."""
         if self._call is None:
-            self._call = compiled(self._step, [self.head.state, self._optimizer.state])
+            # Not compiled: a step has dozens of kernels, and CUDA's compiler takes a second or two for each.
+            self._call = self._step
         decay = self.recipe.decay ** np.arange(self.recipe.depths, dtype=np.float32)
         live = batch.weights.sum(axis=1)
         shares = batch.weights / np.maximum(live, 1)[:, None]
