@@ -28,7 +28,7 @@ from worker.speculation.costs import Costs, Measured
 from worker.speculation.draft import Drafter
 from worker.speculation.draft_model import DraftModel
 from worker.speculation.executor import HyperWidthExecutor, Parts
-from worker.speculation.mtp.build import head_drafter
+from worker.speculation.mtp.build import Means, head_drafter
 from worker.speculation.ngram import Ngram
 from worker.speculation.on_device import DeviceDrafts
 
@@ -175,7 +175,8 @@ def _drafter(
     if settings.draft.startswith("model:"):
         return draft_model(settings, target, engine.capacity, clock, kernels)
     turns = _TIMED_ON_CPU[1] if device_name() == "cpu" else _TIMED[1]
-    head = None if settings.draft == "ngram" else head_drafter(settings, target, engine, clock, turns)
+    means = Means(clock, turns, kernels)
+    head = None if settings.draft == "ngram" else head_drafter(settings, target, engine, means)
     if head is not None:
         beside = Ngram() if settings.draft == "auto" else None
         return _Found(head.drafter, head.draft_ms, head.info, on_device=True, beside=beside)

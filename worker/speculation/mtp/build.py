@@ -15,7 +15,7 @@ from mtplx.errors import ModelFilesError, SettingsError
 from mtplx.settings import Settings
 from worker.engine.dense_in_place import DenseInPlace
 from worker.engine.engine import EngineRequest, unheard
-from worker.engine.load import LoadedModel
+from worker.engine.load import LoadedModel, device_name
 from worker.engine.module_lane import ModuleForward
 from worker.engine.packed import NotDenseError
 from worker.engine.sample import Sampling
@@ -46,12 +46,19 @@ class HeadDrafter:
     info: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Means:
+    """clock: seconds. turns: how often a draft is timed. kernels: where compiled ones are kept; None, nowhere."""
+
+    clock: Callable[[], float]
+    turns: int
+    kernels: Path | None = None
+
+
 def head_drafter(
-    settings: Settings, loaded: LoadedModel, engine: SerialEngine, clock: Callable[[], float], turns: int
+    settings: Settings, loaded: LoadedModel, engine: SerialEngine, means: Means
 ) -> HeadDrafter | None:
     """The drafter over the head that *settings* name, or that is known for *loaded*; None where there is none.
-
-    clock: seconds. turns: how often a draft is timed.
 
     Raises:
         SettingsError, ModelFilesError: the head that is asked for cannot be had.
@@ -67,13 +74,15 @@ def head_drafter(
     if folder is None:
         return None
     head = forged.load(folder, loaded, trunk)
-    run, how = _run(head, trunk, engine)
+    run, how = run_of(head, trunk, engine)
+    if isinstance(run, PackedHead) and means.kernels is not None and device_name() == "cuda":
+        run.prepare(means.kernels)
     drafter = Mtp(run, engine.forward, loaded.width, loaded.vocabulary)
     bytes_ = sum(weight.nbytes for _, weight in tree_flatten(head.parameters()))
     told = {"head": folder.name, "bytes": bytes_, "form": how}
     if isinstance(run, PackedHead):
         told["pool_bytes"] = run.pool.nbytes
-    draft_ms = _draft_ms(drafter, engine, clock, turns)
+    draft_ms = _draft_ms(drafter, run, engine, means)
     return HeadDrafter(drafter, draft_ms, {"mtp": {**told, "draft_ms": round(draft_ms, 4)}})
 
 
@@ -84,7 +93,7 @@ def shipped_for(trunk: Trunk) -> Path | None:
     return next((folder for folder in folders if forged.read_config(folder).trunk == print_), None)
 
 
-def _run(head: Head, trunk: Trunk, engine: SerialEngine) -> tuple[HeadRun, str]:
+def run_of(head: Head, trunk: Trunk, engine: SerialEngine) -> tuple[HeadRun, str]:
     """How *head* runs beside the lane of *engine*, and its name."""
     lane = engine.forward
     if isinstance(lane, DenseInPlace):
@@ -97,16 +106,19 @@ def _run(head: Head, trunk: Trunk, engine: SerialEngine) -> tuple[HeadRun, str]:
     return ModuleHead(head, trunk), "module"
 
 
-def _draft_ms(drafter: Mtp, engine: SerialEngine, clock: Callable[[], float], turns: int) -> float:
-    """Milliseconds of one more drafted id, behind a text of nothing in particular."""
+def _draft_ms(drafter: Mtp, run: HeadRun, engine: SerialEngine, means: Means) -> float:
+    """Milliseconds of one more drafted id, behind a text of nothing in particular; all sizes are warm then."""
+    clock = means.clock
     sampling = Sampling(seed=0)
     request = EngineRequest(prompt=(0,) * _PROMPT, sampling=sampling, max_tokens=_PROMPT, cache=False)
     drafter.follow()
     engine.start(request, unheard)
     drafter.begin(request.prompt, sampling, Terms(budget=request.max_tokens))
     drafter.extend((0,))
+    if isinstance(run, PackedHead):
+        run.warm_up()
     times: dict[int, list[float]] = {1: [], _TIMED: []}
-    for _ in range(turns + 1):
+    for _ in range(means.turns + 1):
         for count, taken in times.items():
             mx.eval(drafter.draft(count))
             began = clock()

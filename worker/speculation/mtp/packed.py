@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
+from pathlib import Path
 from typing import Final, NamedTuple, cast
 
 import mlx.core as mx
@@ -16,9 +17,10 @@ import mlx.core as mx
 from worker.engine.dense_in_place import never
 from worker.engine.host_tables import HostTables, further, further_place
 from worker.engine.packed import Linear, Packed, pack_block, pack_linear
-from worker.engine.verify_bank import Products, Switches, size_for
+from worker.engine.verify_bank import SIZES, Products, Switches, size_for
+from worker.kernels import disk_cache
 from worker.kernels.attention import attend
-from worker.kernels.dialect import chosen
+from worker.kernels.dialect import chosen, recorded
 from worker.kernels.rope_write import rope_write
 from worker.kv.pool import Pool, Shape
 from worker.kv.prefix import Opened
@@ -69,6 +71,23 @@ class PackedHead:
         # What comes after all that was started, and what the latest pair said.
         self._latest: mx.array | None = None
         self._guess: Guess | None = None
+
+    def prepare(self, folder: Path) -> int:
+        """Compile what the head needs and *folder* lacks; how many kernels that was."""
+        meta, width = mx.zeros((self.pool.pages + 8,), dtype=mx.int32), self._norm.size
+        with recorded() as launches:
+            for size in SIZES:
+                states = mx.zeros((size, width), dtype=self._trunk.dtype)
+                tokens = mx.zeros((size,), dtype=mx.uint32)
+                self._forward(tokens, states, ROW_0, meta, self.pool.arrays[0])
+        return disk_cache.fill(launches, folder)
+
+    def warm_up(self) -> None:
+        """Run every size once, on a begun sequence with room for 16 rows at its start."""
+        for size in SIZES:
+            states = mx.zeros((size, self._norm.size), dtype=self._trunk.dtype)
+            self.read((0,) * size, states, 0)
+            self.settle()
 
     def begin(self, opened: Opened) -> None:
         """As in `HeadRun`."""
