@@ -1,0 +1,117 @@
+"""Which head stands in a directory, by the headers of its files: no weight is read."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from mtplx.errors import ModelFilesError
+from worker.speculation.mtp.shapes import Config, Shape, declared, parts, shape_of
+
+CONFIG: Final = "config.json"
+FORGED: Final = "mtplx_mtp"
+_WEIGHT: Final = ".weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """Where a tensor stands, and what of."""
+
+    file: Path
+    shape: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The native head of a model, or why there is none.
+
+    shape: its row. modules: of each, our names -> tensors by their names. why: what to do, where there are none.
+    """
+
+    shape: Shape | None
+    modules: list[dict[str, str]] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    why: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """Of its weights, as they lie in the files."""
+        names = {name for module in self.modules for name in module.values()}
+        return sum(self.tensors[name].bytes for name in names)
+
+
+def read_config(folder: Path) -> Config:
+    """The config of the directory; empty where it has none.
+
+    Raises:
+        ModelFilesError: it cannot be read.
+    """
+    file = folder / CONFIG
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it is no object")
+    except (OSError, ValueError) as error:
+        raise ModelFilesError(f"{file} cannot be read as JSON ({error}). Fetch it again.") from error
+    return found
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    """The tensors of all safetensors files in the directory.
+
+    Raises:
+        ModelFilesError: a file is damaged.
+    """
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with file.open("rb") as stream:
+                (length,) = struct.unpack("<Q", stream.read(8))
+                header: dict[str, Any] = json.loads(stream.read(min(length, file.stat().st_size)))
+            header.pop("__metadata__", None)
+            for name, entry in header.items():
+                first, end = entry["data_offsets"]
+                found[name] = Tensor(file, tuple(entry["shape"]), end - first)
+        except (OSError, struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ModelFilesError(f"{file} is not a whole safetensors file ({error}). Fetch it again.") from error
+    return found
+
+
+def survey(model: Path, own: Path | None = None) -> Found:
+    """Look for the head of the model in *model*; *own*, where given, is the directory to look in.
+
+    Raises:
+        ModelFilesError: files are damaged.
+    """
+    config = read_config(model)
+    shape = shape_of(config)
+    folder = own or model
+    if shape is None:
+        kind = config.get("model_type", "unknown")
+        return Found(None, why=f"no head is known for models of type {kind}; `mtplx forge` can make one for a dense one")
+    tensors = tensors_in(folder)
+    modules = parts(shape, config, list(tensors), apart=own is not None)
+    if modules:
+        return Found(shape, modules, tensors)
+    if own is not None:
+        why = f"{own} holds no tensors of a {shape.family} head, such as {_example(shape, config)}"
+    elif declared(shape, config):
+        why = (
+            f"its config declares a head ({shape.declared}), but the files hold none: conversions drop it. Take it from "
+            "the original checkpoint, or a head published apart, and name that directory: --mtp PATH"
+        )
+    else:
+        why = f"its config declares no head ({shape.declared}), and the files hold none"
+    return Found(shape, tensors=tensors, why=why)
+
+
+def _example(shape: Shape, config: Config) -> str:
+    theirs = next((theirs for theirs, ours in shape.names if ours == "eh_proj."), "eh_proj.")
+    layers = config.get("num_hidden_layers", 0)
+    return shape.roots[0].format(step=0, layer=layers) + theirs + _WEIGHT.removeprefix(".")
