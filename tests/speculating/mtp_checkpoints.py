@@ -7,7 +7,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,6 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
-from tiny_models.classic import Kind, make_tokenizer
-
 from speculating.mtp_formula import (
     Formula,
     Raw,
@@ -30,6 +28,7 @@ from speculating.mtp_formula import (
     qwen_block,
     step_block,
 )
+from tiny_models.classic import Kind, make_tokenizer
 
 K = 32
 _BASE: dict[str, Any] = {
@@ -129,7 +128,9 @@ def centred(weights: Raw) -> Raw:
 
 def latent(weights: Raw) -> Raw:
     """Keys and values come from the latent by one projection."""
-    found = {name: weight for name, weight in weights.items() if ".embed_q." not in name and ".unembed_out." not in name}
+    found = {
+        name: weight for name, weight in weights.items() if ".embed_q." not in name and ".unembed_out." not in name
+    }
     for name in weights:
         if name.endswith("embed_q.weight"):
             layer = name.removesuffix("embed_q.weight")
@@ -174,7 +175,13 @@ def _qwen(last: str = "model.") -> Formula:
 _VL = "model.language_model."
 _V3 = Formula(block=latent_block, modules=("model.layers.2.",), names=_DEEPSEEK_NAMES, zeroes=True)
 _SLIDING = ["full_attention", "sliding_attention"]
-_GLM = {"head_dim": 16, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5, "rope_scaling": None}
+_GLM = {
+    "head_dim": 16,
+    "use_qk_norm": True,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "rope_scaling": None,
+}
 _EXAONE = {
     **_BASE, "model_type": "exaone_moe", "head_dim": 16, "num_experts": 8, "num_shared_experts": 1,
     "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1, "sliding_window": 5,
@@ -198,12 +205,17 @@ FAMILIES: dict[str, Family] = {
         formula=_qwen(_VL), like="language_model.model.layers.1.", raw=qwen35("", fused),
     ),
     "deepseek_v3": Family(
-        config={**_BASE, **_GROUPS, **_LATENT, "model_type": "deepseek_v3"},
-        formula=_V3, like="model.layers.1.", raw=latent, copies=("head", "embed"),
+        # mlx-lm drops the tensors of layer 61 alone; dense below, for they are many.
+        config={
+            **_BASE, **_GROUPS, **_LATENT, "model_type": "deepseek_v3", "num_hidden_layers": 61,
+            "first_k_dense_replace": 61,
+        },
+        formula=replace(_V3, modules=("model.layers.61.",)), like="model.layers.1.", raw=latent,
+        block={"first_k_dense_replace": 1, "num_hidden_layers": 2}, copies=("head", "embed"),
     ),
     "deepseek_v32": Family(
         config={
-            **_BASE, **_GROUPS, **_LATENT, "model_type": "deepseek_v32", "index_topk": 5, "index_n_heads": 2,
+            **_BASE, **_GROUPS, **_LATENT, "model_type": "deepseek_v32", "index_topk": 5, "index_n_heads": 12,
             "index_head_dim": 16,
         },
         formula=_V3, like="model.layers.1.", raw=latent, copies=("head", "embed"),
@@ -242,7 +254,7 @@ FAMILIES: dict[str, Family] = {
     "step3p5": Family(
         config={
             **_BASE, "model_type": "step3p5", "num_attention_groups": 2, "head_dim": 16, "sliding_window": 5,
-            "layer_types": [*_SLIDING, *["sliding_attention"] * 3], "moe_num_experts": 4, "moe_top_k": 2,
+            "layer_types": _SLIDING, "moe_num_experts": 4, "moe_top_k": 2,
             "moe_intermediate_size": 24, "share_expert_dim": 24,
             "attention_other_setting": {"num_attention_heads": 6, "num_attention_groups": 2},
         },
@@ -335,7 +347,7 @@ def head_weights(family: Family, config: dict[str, Any], trunk: Raw, name: str) 
             found[module + formula.inner + path.removeprefix(start).replace(*family.rename)] = one
         outer = {"e": (K,), "h": (K,), "proj": (K, 2 * K), "norm": (K,)}
         outer = {part: shape for part, shape in outer.items() if part in formula.names}
-        outer |= {part: (flat["vocab_size"], K) for part in family.own}
+        outer |= dict.fromkeys(family.own, (flat["vocab_size"], K))
         named = drawn({module + formula.names[part]: shape for part, shape in outer.items()}, "outer norm")
         found |= {path: one - formula.shift if one.ndim == 1 else one for path, one in named.items()}
         shared = {"head": formula.head, "embed": formula.embed}
@@ -358,4 +370,6 @@ def checkpoint(folder: Path, name: str, *, with_head: bool = True) -> tuple[dict
 
 
 def save(file: Path, weights: Raw) -> None:
-    mx.save_safetensors(str(file), {path: mx.array(one) for path, one in weights.items()}, metadata={"format": "pt"})
+    mx.save_safetensors(
+        str(file), {path: mx.array(one) for path, one in weights.items()}, metadata={"format": "pt"}
+    )

@@ -45,7 +45,9 @@ def rope(x: Array, base: float, dims: int | None = None, *, paired: bool = False
     angle = np.arange(x.shape[0])[:, None] * base ** (-np.arange(0, dims, 2) / dims)
     cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
     out = x.copy()
-    first, second = (x[..., 0:dims:2], x[..., 1:dims:2]) if paired else (x[..., : dims // 2], x[..., dims // 2 : dims])
+    first, second = (
+        (x[..., 0:dims:2], x[..., 1:dims:2]) if paired else (x[..., : dims // 2], x[..., dims // 2 : dims])
+    )
     turned = first * cos - second * sin, first * sin + second * cos
     if paired:
         out[..., 0:dims:2], out[..., 1:dims:2] = turned
@@ -59,7 +61,9 @@ def causal(rows: int, window: int | None = None) -> Array:
     return (back >= 0) & (back < (window or rows + 1))
 
 
-def attend(q: Array, k: Array, v: Array, seen: Array, scale: float | None = None, sinks: Array | None = None) -> Array:
+def attend(
+    q: Array, k: Array, v: Array, seen: Array, scale: float | None = None, sinks: Array | None = None
+) -> Array:
     """q: [R, heads, D]; k, v: [R, fewer heads, D]. sinks: a score for each head that no value stands behind."""
     out = []
     for head in range(q.shape[1]):
@@ -113,7 +117,9 @@ def shares_by_sigmoid(logits: Array, bias: Array, c: Config) -> Array:
 # The blocks: w gives their tensors, x is [R, K].
 
 
-def residual(w: Weight, c: Config, x: Array, attention: Callable, mlp: Callable, second: str, shift: float) -> Array:
+def residual(
+    w: Weight, c: Config, x: Array, attention: Callable, mlp: Callable, second: str, shift: float
+) -> Array:
     eps = c.get("rms_norm_eps") or c["layernorm_epsilon"]
     x = x + attention(w, c, rms(x, w("input_layernorm.weight") + shift, eps))
     return x + mlp(w, c, rms(x, w(f"{second}.weight") + shift, eps))
@@ -194,9 +200,15 @@ def indexed(w: Weight, c: Config, x: Array, low: Array) -> Array:
 
 
 def grouped_moe(w: Weight, c: Config, x: Array) -> Array:
-    bias = w("mlp.gate.e_score_correction_bias" if w("?mlp.gate.e_score_correction_bias") else "mlp.e_score_correction_bias")
+    bias = w(
+        "mlp.gate.e_score_correction_bias"
+        if w("?mlp.gate.e_score_correction_bias")
+        else "mlp.e_score_correction_bias"
+    )
     shares = shares_by_sigmoid(x @ w("mlp.gate.weight").T, bias, c)
-    return by_experts(x, shares, lambda e, x: swiglu(w, f"mlp.experts.{e}", x)) + swiglu(w, "mlp.shared_experts", x)
+    return by_experts(x, shares, lambda e, x: swiglu(w, f"mlp.experts.{e}", x)) + swiglu(
+        w, "mlp.shared_experts", x
+    )
 
 
 def latent_block(w: Weight, c: Config, x: Array, shift: float) -> Array:
@@ -220,7 +232,8 @@ def glm_block(w: Weight, c: Config, x: Array, shift: float) -> Array:
 def plain_attention(*, bias: bool = False, paired: bool = False) -> Callable:
     def attention(w: Weight, c: Config, x: Array) -> Array:
         q, k, v = (
-            x @ w(f"self_attn.{one}_proj.weight").T + (w(f"self_attn.{one}_proj.bias") if bias else 0) for one in "qkv"
+            x @ w(f"self_attn.{one}_proj.weight").T + (w(f"self_attn.{one}_proj.bias") if bias else 0)
+            for one in "qkv"
         )
         q = split(q, c["num_attention_heads"])
         k, v = (split(one, c["num_key_value_heads"]) for one in (k, v))
@@ -274,7 +287,9 @@ def exaone_block(w: Weight, c: Config, x: Array, shift: float) -> Array:
     def attention(w: Weight, c: Config, x: Array) -> Array:
         q = split(x @ w("self_attn.q_proj.weight").T, c["num_attention_heads"])
         k, v = (split(x @ w(f"self_attn.{one}_proj.weight").T, c["num_key_value_heads"]) for one in "kv")
-        q, k = (rms(one, w(f"self_attn.{name}_norm.weight"), c["rms_norm_eps"]) for one, name in ((q, "q"), (k, "k")))
+        q, k = (
+            rms(one, w(f"self_attn.{name}_norm.weight"), c["rms_norm_eps"]) for one, name in ((q, "q"), (k, "k"))
+        )
         q, k = (rope(one, c["rope_theta"]) for one in (q, k))
         out = attend(q, k, v, causal(len(x), c["sliding_window"]))
         return out.reshape(len(x), -1) @ w("self_attn.o_proj.weight").T

@@ -9,8 +9,8 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 import pytest
-
 from speculating.mtp_checkpoints import FAMILIES, checkpoint
+
 from worker.engine.load import load
 from worker.engine.trunk import Trunk
 from worker.speculation.mtp import weights as weights_module

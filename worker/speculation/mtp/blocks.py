@@ -106,9 +106,7 @@ def _latent(models: Any, layer: str) -> Callable[[Config, int, set[str]], Block]
         module = getattr(models, layer)(args, args.num_hidden_layers + step)
         latent = models is not glm4_moe
         make_cache = _two_caches if models is deepseek_v32 else KVCache
-        return Block(
-            module=module, eps=args.rms_norm_eps, tidy=tidy, array_mask=latent, make_cache=make_cache
-        )
+        return Block(module=module, eps=args.rms_norm_eps, tidy=tidy, array_mask=latent, make_cache=make_cache)
 
     return build
 
@@ -171,7 +169,7 @@ def _exaone(config: Config, step: int, names: set[str]) -> Block:  # noqa: ARG00
 def _nemotron(config: Config, step: int, names: set[str]) -> Block:  # noqa: ARG001 - one module, one form
     kinds = pattern(config)
     if kinds.count("*") != 1 or set(kinds) - set("*E-"):
-        raise ValueError(f"a head of layers {kinds!r} is not known: one of attention (*), others of MoE (E) or MLP (-)")
+        raise ValueError(f"its layers are {kinds!r}; one of attention (*) and others of MoE or MLP are known")
     args = replace(
         nemotron_h.ModelArgs.from_dict(config),
         hybrid_override_pattern=list(kinds),

@@ -62,11 +62,11 @@ class Head(nn.Module):  # type: ignore[misc]  # MLX ships no types
         block: mlx-lm's decoder layer: x [1, R, K], mask, cache -> [1, R, K].
         wiring: of them.
 
-    May have, set from outside: `embedding` and `head`, where they are not the trunk's, and `further`, the modules of
-    deeper steps.
+    May have, set from outside: `embedding` and `head`, where they are not the trunk's, and `further`, the modules
+    of deeper steps.
     """
 
-    def __init__(self, width: int, eps: float, block: Any, wiring: Wiring = Wiring()) -> None:  # noqa: B008
+    def __init__(self, width: int, eps: float, block: Any, wiring: Wiring = Wiring()) -> None:
         super().__init__()
         self.enorm = nn.RMSNorm(width, eps)
         self.hnorm = nn.RMSNorm(width, eps)
@@ -190,7 +190,7 @@ class Reading:
     @property
     def arrays(self) -> list[mx.array]:
         """What the next call needs: to be evaluated now and then."""
-        caches = [one for cache in self._caches for one in (cache.caches if isinstance(cache, CacheList) else (cache,))]
+        caches = [part for one in self._caches for part in (one.caches if isinstance(one, CacheList) else (one,))]
         state = [one for cache in caches for one in (cache.keys, cache.values) if one is not None]
         waiting = [one for one in self._waiting if one is not None]
         return [*state, *waiting, *(() if self._latest is None else self._latest)]

@@ -1,7 +1,7 @@
 """The shapes of heads that models bring along: a row for each, by what their checkpoints and configs say.
 
-Sources: the models' own code as vLLM, SGLang and mlx-vlm have it, and the DeepSeek-V3 report. Where they disagree, the
-row follows what was measured to accept more (docs/mtp.md).
+Sources: the models' own code as vLLM, SGLang and mlx-vlm have it, and the DeepSeek-V3 report. Where they disagree,
+the row follows what was measured to accept more (docs/mtp.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Shape:
     family: for people. types: `model_type` of the models. declared: key of the config that counts the modules.
     roots: what the names of a module's tensors begin with, one of them; {step} counts the modules, {layer} goes on
         behind the model's layers. An empty root stands for heads in directories of their own.
-    names: theirs -> ours, by the beginning of what follows the root; what none fits is the block's, under its name.
+    names: theirs -> ours, by the beginning of what follows the root; what none fits keeps its name.
     several: whether each depth has a module of its own; else the first serves all.
     centred: whether checkpoints as published hold the weights of norms less 1.
     The rest is as in `Wiring`.
@@ -106,8 +106,8 @@ SHAPES: Final = (
         embedding_first=False,
         zeroes_first=True,
     ),
-    # vLLM runs the first module at all depths. The three were trained as a chain, and its published 3.6 tokens a step
-    # are of all three.
+    # vLLM runs the first module at all depths. The three were trained as a chain, and the published 3.6 tokens a
+    # step are of all three.
     Shape(
         family="MiMo-V2",
         types=("mimo_v2_flash",),
@@ -204,7 +204,8 @@ def parts(shape: Shape, config: Config, names: list[str], *, apart: bool) -> lis
     while True:
         step = len(found)
         roots = (root.format(step=step, layer=layers + step) for root in shape.roots if root or apart)
-        module = next((part for root in roots if "eh_proj.weight" in (part := _part(shape, config, names, root))), None)
+        tried = (_part(shape, config, names, root) for root in roots)
+        module = next((part for part in tried if "eh_proj.weight" in part), None)
         if module is None:
             return found
         found.append(module)
@@ -215,7 +216,7 @@ def parts(shape: Shape, config: Config, names: list[str], *, apart: bool) -> lis
 def _part(shape: Shape, config: Config, names: list[str], root: str) -> dict[str, str]:
     last = len(pattern(config)) - 1 if shape.family == "Nemotron-H" else 0
     rules = [(theirs.format(last=last), ours) for theirs, ours in shape.names]
-    # Names that begin with no part of a head stand beside it: the model's own, where the root is that of all of it.
+    # Where the block is named, what begins with no part of a head stands beside it: others have that root too.
     strict = any(not ours or ours == theirs for theirs, ours in rules)
     module = {}
     for name in names:

@@ -56,8 +56,8 @@ def read_config(folder: Path) -> Config:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
-            raise ValueError("it is no object")
-    except (OSError, ValueError) as error:
+            raise TypeError("it is no object")
+    except (OSError, ValueError, TypeError) as error:
         raise ModelFilesError(f"{file} cannot be read as JSON ({error}). Fetch it again.") from error
     return found
 
@@ -94,7 +94,9 @@ def survey(model: Path, own: Path | None = None) -> Found:
     folder = own or model
     if shape is None:
         kind = config.get("model_type", "unknown")
-        return Found(None, why=f"no head is known for models of type {kind}; `mtplx forge` can make one for a dense one")
+        return Found(
+            None, why=f"no head is known for models of type {kind}; `mtplx forge` makes one for dense models"
+        )
     tensors = tensors_in(folder)
     modules = parts(shape, config, list(tensors), apart=own is not None)
     if modules:
@@ -103,8 +105,8 @@ def survey(model: Path, own: Path | None = None) -> Found:
         why = f"{own} holds no tensors of a {shape.family} head, such as {_example(shape, config)}"
     elif declared(shape, config):
         why = (
-            f"its config declares a head ({shape.declared}), but the files hold none: conversions drop it. Take it from "
-            "the original checkpoint, or a head published apart, and name that directory: --mtp PATH"
+            f"its config declares a head ({shape.declared}), but the files hold none: conversions drop it. Take it "
+            "from the original checkpoint, or a head published apart, and name that directory: --mtp PATH"
         )
     else:
         why = f"its config declares no head ({shape.declared}), and the files hold none"

@@ -57,8 +57,8 @@ def load_head(path: Path, loaded: LoadedModel, trunk: Trunk, own: Path | None) -
             _fill(head, weights, shift=shift, dtype=getattr(mx, loaded.dtype))
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise ModelFilesError(
-            f"The head in {own or path} does not fit {loaded.name}: {error}. It has to come from a checkpoint of the "
-            "same model, in a type that MLX reads (bf16, or quantised by mlx-lm)."
+            f"The head in {own or path} does not fit {loaded.name}: {error}. It has to come from a checkpoint of "
+            "the same model, in a type that MLX reads (bf16, or quantised by mlx-lm)."
         ) from error
     first, *further = (head for head, _ in modules)
     if further:
@@ -146,8 +146,8 @@ def _drop_shared(weights: Weights, trunk: Trunk) -> None:
 def _is_centred(found: Found, modules: list[tuple[Head, Weights]], trunk: Trunk) -> bool:
     """Whether the norms of the whole head are stored less 1, as published; once for all of them.
 
-    A checkpoint that is as published has convolutions that no conversion has turned. Elsewhere the head's own layer
-    norms tell: they lie near those of the trunk's layers, with 1 added or without.
+    A checkpoint that is as published has convolutions that no conversion has turned. Elsewhere the head's own
+    layer norms tell: they lie near those of the trunk's layers, with 1 added or without.
     """
     convolutions = [one.shape for name, one in found.tensors.items() if name.endswith("conv1d.weight")]
     if any(shape[-1] != 1 for shape in convolutions):
