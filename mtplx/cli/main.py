@@ -11,6 +11,7 @@ from mtplx.cli.batch import batch
 from mtplx.cli.demo import demo
 from mtplx.cli.doctor import doctor
 from mtplx.cli.forge import forge
+from mtplx.cli.inspect import inspect
 from mtplx.cli.jobs import jobs
 from mtplx.cli.journal import journal
 from mtplx.cli.keys import keys
@@ -68,7 +69,7 @@ def main(context: click.Context, /, **flags: Any) -> None:
 
 for command in (
     *(serve, service, run, batch, health, jobs, cancel),
-    *(top, trace, doctor, journal, keys, pull, probe, forge, demo),
+    *(top, trace, doctor, journal, keys, pull, inspect, probe, forge, demo),
 ):
     main.add_command(command)
 

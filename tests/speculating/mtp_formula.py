@@ -338,7 +338,7 @@ class Formula:
         """
         eps = self.epsilon(c)
         h = rms(states, raw[self.last] + self.shift, eps) if self.takes_normed else states
-        found, n = [], len(ids)
+        found, n, passed = [], len(ids), h
         tokens, text = list(ids), [*ids, *drafted]
         for depth in range(len(drafted) + 1):
             module = self.modules[min(depth, len(self.modules) - 1)]

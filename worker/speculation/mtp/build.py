@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,11 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mtplx.errors import ModelFilesError, SettingsError
+from mtplx.errors import ModelFilesError
 from mtplx.settings import Settings
 from worker.engine.dense_in_place import DenseInPlace
 from worker.engine.engine import EngineRequest, unheard
-from worker.engine.load import LoadedModel, device_name
+from worker.engine.load import LoadedModel, device_name, resolve_model
 from worker.engine.module_lane import ModuleForward
 from worker.engine.packed import NotDenseError
 from worker.engine.sample import Sampling
@@ -28,6 +29,10 @@ from worker.speculation.mtp.following import HeadRun
 from worker.speculation.mtp.head import Head
 from worker.speculation.mtp.module import ModuleHead
 from worker.speculation.mtp.packed import PackedHead
+from worker.speculation.mtp.survey import survey
+from worker.speculation.mtp.weights import load_head
+
+_log = logging.getLogger(__name__)
 
 SHIPPED: Final = Path(__file__).parent / "shipped"
 """Heads that come with the package, one in each folder."""
@@ -65,25 +70,45 @@ def head_drafter(
     """
     named = Path(settings.mtp).expanduser() if settings.mtp else None
     try:
-        trunk = Trunk.of(loaded)
-        folder = named or shipped_for(trunk)
-    except ModelFilesError:
-        if named is not None:
+        found = _head(settings, loaded, named)
+    except ModelFilesError as error:
+        if named is not None or settings.draft == "mtp":
             raise
+        _log.warning("%s Nothing drafts in its place.", error)
         return None
-    if folder is None:
+    if found is None:
         return None
-    head = forged.load(folder, loaded, trunk)
+    trunk, head, name = found
     run, how = run_of(head, trunk, engine)
     if isinstance(run, PackedHead) and means.kernels is not None and device_name() == "cuda":
         run.prepare(means.kernels)
     drafter = Mtp(run, engine.forward, loaded.width, loaded.vocabulary)
     bytes_ = sum(weight.nbytes for _, weight in tree_flatten(head.parameters()))
-    told = {"head": folder.name, "bytes": bytes_, "form": how}
+    told = {"head": name, "bytes": bytes_, "form": how}
     if isinstance(run, PackedHead):
         told["pool_bytes"] = run.pool.nbytes
     draft_ms = _draft_ms(drafter, run, engine, means)
     return HeadDrafter(drafter, draft_ms, {"mtp": {**told, "draft_ms": round(draft_ms, 4)}})
+
+
+def _head(settings: Settings, loaded: LoadedModel, named: Path | None) -> tuple[Trunk, Head, str] | None:
+    """The head in *named*, else the model's own, else a shipped one; with what it is called."""
+    try:
+        model = resolve_model(settings.model, settings.cache_dir)
+    except ModelFilesError:
+        # It was loaded from somewhere else.
+        model = Path(settings.model)
+    own = named is None and bool(survey(model).modules)
+    try:
+        trunk = Trunk.of(loaded)
+    except ModelFilesError:
+        if named is not None or own:
+            raise
+        return None
+    folder = None if own else named or shipped_for(trunk)
+    if folder is None and not own:
+        return None
+    return trunk, load_head(model, loaded, trunk, folder), "its own" if folder is None else folder.name
 
 
 def shipped_for(trunk: Trunk) -> Path | None:
@@ -96,11 +121,11 @@ def shipped_for(trunk: Trunk) -> Path | None:
 def run_of(head: Head, trunk: Trunk, engine: SerialEngine) -> tuple[HeadRun, str]:
     """How *head* runs beside the lane of *engine*, and its name."""
     lane = engine.forward
-    if isinstance(lane, DenseInPlace):
+    if isinstance(lane, DenseInPlace) and head.is_plain:
         try:
             return PackedHead(head, lane.packed, lane.pages, lane.switches), "packed"
         except NotDenseError:
-            raise SettingsError("--mtp: a head whose block is not dense cannot follow this lane.") from None
+            return ModuleHead(head, trunk), "module"
     if isinstance(lane, ModuleForward):
         lane.tap = trunk.tap()
     return ModuleHead(head, trunk), "module"

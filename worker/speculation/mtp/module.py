@@ -23,12 +23,12 @@ class ModuleHead:
 
     def __init__(self, head: Head, trunk: Trunk) -> None:
         self._trunk, self._takes_normed = trunk, head.takes_normed
-        self._open: Callable[[], Reading] = lambda: Reading(head, trunk)
-        self._reading = self._open()
+        self._open: Callable[[bool], Reading] = lambda whole: Reading(head, trunk, from_start=whole)
+        self._reading = self._open(True)
 
-    def begin(self, opened: Opened) -> None:  # noqa: ARG002 - it has no pages
-        """As in `HeadRun`."""
-        self._reading = self._open()
+    def begin(self, opened: Opened) -> None:
+        """As in `HeadRun`: of positions that an earlier job computed it knows nothing."""
+        self._reading = self._open(opened.cached == 0)
 
     def prime(self, ids: Ids[int], states: mx.array, start: int) -> None:
         """As in `HeadRun`."""

@@ -95,7 +95,7 @@ def survey(model: Path, own: Path | None = None) -> Found:
     if shape is None:
         kind = config.get("model_type", "unknown")
         return Found(
-            None, why=f"no head is known for models of type {kind}; `mtplx forge` makes one for dense models"
+            None, why=f"no head is known for models of type {kind}; `mtplx forge` makes one for dense ones"
         )
     tensors = tensors_in(folder)
     modules = parts(shape, config, list(tensors), apart=own is not None)
@@ -105,8 +105,8 @@ def survey(model: Path, own: Path | None = None) -> Found:
         why = f"{own} holds no tensors of a {shape.family} head, such as {_example(shape, config)}"
     elif declared(shape, config):
         why = (
-            f"its config declares a head ({shape.declared}), but the files hold none: conversions drop it. Take it "
-            "from the original checkpoint, or a head published apart, and name that directory: --mtp PATH"
+            f"its config declares a head ({shape.declared}), but the files hold none: conversions drop it. Take "
+            "it from the original checkpoint, or a head published apart, and name that directory: --mtp PATH"
         )
     else:
         why = f"its config declares no head ({shape.declared}), and the files hold none"

@@ -164,7 +164,7 @@ def _is_centred(found: Found, modules: list[tuple[Head, Weights]], trunk: Trunk)
 
 
 def _mean(weights: list[mx.array]) -> float:
-    return sum(weight.astype(mx.float32).mean().item() for weight in weights) / len(weights)
+    return sum(float(weight.astype(mx.float32).mean()) for weight in weights) / len(weights)
 
 
 def _fill(head: Head, weights: Weights, *, shift: bool, dtype: mx.Dtype) -> None:

@@ -1,0 +1,85 @@
+"""`python -m worker.inspect`: what could draft for a model, as JSON or as lines. Headers are read, no weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from mtplx.errors import MtplxError
+from mtplx.settings import Settings
+from worker.engine.files import check_model_files, model_name, resolve_model
+from worker.speculation.mtp.survey import FORGED, read_config, survey
+
+Row = dict[str, Any]
+
+
+def report(path: Path, own: Path | None = None) -> dict[str, Any]:
+    """The draft sources of the checked model directory *path*: {"model", "sources": a row each}.
+
+    own: a directory with a head. A row: source, usable, what, bytes (of the head, or null), why (one is refused).
+
+    Raises:
+        ModelFilesError: the model or the head is not whole.
+    """
+    check_model_files(path)
+    rows = [
+        _row("prompt lookup", usable=True, what="ids that the text had before, of any model"),
+        _head(path, None),
+    ]
+    if own is not None:
+        rows.append(_head(path, own))
+    model = "any smaller model with the same tokenizer: --draft model:PATH"
+    return {"model": model_name(path), "sources": [*rows, _row("draft model", usable=True, what=model)]}
+
+
+def _head(path: Path, own: Path | None) -> Row:
+    source = "head of its own" if own is None else f"head in {own}"
+    config = {} if own is None else read_config(own)
+    if own is not None and config.get("model_type") == FORGED:
+        size = sum(file.stat().st_size for file in own.glob("*.safetensors"))
+        fits = config.get("vocab_size") is not None and config.get("hidden_size") == _width(path)
+        why = "" if fits else "its width is not that of the model"
+        return _row(source, usable=fits, what="made by mtplx forge, post-norm", bytes_=size, why=why)
+    found = survey(path, own)
+    if found.shape is None or not found.modules:
+        return _row(source, usable=False, why=found.why)
+    modules = "1 module" if len(found.modules) == 1 else f"{len(found.modules)} modules, one a depth"
+    norm = "post-norm" if found.shape.takes_normed else "pre-norm"
+    return _row(source, usable=True, what=f"{found.shape.family}, {modules}, {norm}", bytes_=found.bytes)
+
+
+def _width(path: Path) -> Any:
+    config = read_config(path)
+    return config.get("hidden_size", (config.get("text_config") or {}).get("hidden_size"))
+
+
+def _row(source: str, *, usable: bool, what: str = "", bytes_: int | None = None, why: str = "") -> Row:
+    return {"source": source, "usable": usable, "what": what, "bytes": bytes_, "why": why}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m worker.inspect", description="What could draft for a model.")
+    parser.add_argument("model")
+    parser.add_argument("--mtp", type=Path, help="a directory with a head")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    given = parser.parse_args(arguments)
+    try:
+        settings = Settings.load({"model": given.model})
+        found = report(resolve_model(settings.model, settings.cache_dir), given.mtp)
+    except MtplxError as error:
+        sys.stderr.write(f"mtplx-inspect: {error}\n")
+        return int(error.exit_code)
+    if given.json:
+        sys.stdout.write(json.dumps(found) + "\n")
+    else:
+        for row in found["sources"]:
+            sys.stdout.write(f"{row['source']}: {row['what'] if row['usable'] else 'no: ' + row['why']}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
