@@ -98,7 +98,8 @@ def _head(settings: Settings, loaded: LoadedModel, named: Path | None) -> tuple[
     except ModelFilesError:
         # It was loaded from somewhere else.
         model = Path(settings.model)
-    own = named is None and bool(survey(model).modules)
+    found = survey(model)
+    own = named is None and bool(found.modules)
     try:
         trunk = Trunk.of(loaded)
     except ModelFilesError:
@@ -107,7 +108,12 @@ def _head(settings: Settings, loaded: LoadedModel, named: Path | None) -> tuple[
         return None
     folder = None if own else named or shipped_for(trunk)
     if folder is None and not own:
-        return None
+        if found.shape is None:
+            return None
+        if settings.draft != "mtp":
+            _log.info("%s has no head to draft with: %s", loaded.name, found.why)
+            return None
+        # It says why there is none.
     return trunk, load_head(model, loaded, trunk, folder), "its own" if folder is None else folder.name
 
 
