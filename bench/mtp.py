@@ -214,8 +214,7 @@ def wrong(report: Report, heads: Heads, effort: Effort) -> None:
 
     def made(**changes: bool) -> ModuleHead:
         head = forged.load(heads.folder, form.loaded, trunk)
-        for name, value in changes.items():
-            setattr(head, name, value)
+        head.wiring = replace(head.wiring, **changes)
         return ModuleHead(head, trunk)
 
     runs: dict[str, Callable[[], HeadRun]] = {

@@ -74,7 +74,7 @@ def test_a_room_imports_only_what_its_rule_allows(path: Path) -> None:
     if "zmq" in found:
         assert name in SOCKET_FILES, "sockets live in the loops and the clients' link"
     if found & {"mlx", "mlx_lm"}:
-        places = ("worker/engine/", "worker/kernels/", "worker/forge/")
+        places = ("worker/engine/", "worker/kernels/", "worker/forge/", "worker/speculation/mtp/")
         assert name.startswith(places) or name in MLX_FILES, "MLX is touched in the engine and the kernels alone"
     if "rich" in found:
         assert name.startswith("mtplx/cli/"), "only the command line draws tables"

@@ -17,7 +17,6 @@ from worker.engine.trunk import Trunk
 from worker.speculation.mtp.module import ModuleHead
 from worker.speculation.mtp.weights import load_head
 
-
 # One with recurrent layers, and one with windows and a module for each depth; the others in the long form.
 SHORT = ("qwen3_5", "mimo_v2_flash")
 
@@ -40,9 +39,7 @@ def test_answers_drafted_by_a_models_own_head_are_those_of_plain_decode(tmp_path
     engine = bench.drafting(ModuleHead(head, trunk), EAGER, 4, lambda: next(ticks) / 1e3)
     luck, drafted = random.Random(5), 0
     for number, temperature in enumerate((0.0, 0.8)):
-        request = request_of(
-            [luck.randrange(4, 200) for _ in range(9)], 16, seed=number, temperature=temperature
-        )
+        request = request_of([luck.randrange(4, 200) for _ in range(9)], 16, seed=number, temperature=temperature)
         whole = bench.plain(request)
         # Cancelled after some tokens, resumed behind others.
         cancelled, _ = bench.drafted(engine, request, 7)
