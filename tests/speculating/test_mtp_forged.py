@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from speculating.heads import random_head
+from speculating.mtp_checkpoints import drawn
 from speculating.mtp_formula import Formula, forged_block
 from speculating.test_mtp_heads import Made, run
 
@@ -45,7 +46,9 @@ class Forged(Made):
             "trunk": self.trunk.fingerprint(),
         }
         self.config = {**self.shape, "rope_theta": 10000.0}
-        head = random_head(loaded)
+        head = ForgedConfig(**self.shape).module()
+        drawn_ = drawn({name: one.shape for name, one in tree_flatten(head.parameters())}, "forged")
+        head.load_weights([(name, mx.array(one)) for name, one in drawn_.items()])
         save(folder, ForgedConfig(**self.shape), head)
         named = {f"head.{name}": one for name, one in tree_flatten(head.parameters())}
         named |= dict(tree_flatten(loaded.model.parameters()))
@@ -65,7 +68,12 @@ def test_logits_are_those_of_the_formula_at_every_depth(tiny_model, tmp_path) ->
 
 
 def test_a_head_of_another_model_is_refused(tiny_model, tmp_path) -> None:
-    Forged(tmp_path, tiny_model("llama"))
-    other = tiny_model("qwen2")
-    with pytest.raises(ModelFilesError, match="was made for another model"):
-        load_head(tmp_path, other, Trunk.of(other), tmp_path)
+    made = Forged(tmp_path, tiny_model("llama"))
+    for change, said in (
+        ({"trunk": "0" * 16}, "was made for another model"),
+        ({"vocab_size": made.loaded.width + 1}, f"was made for a model of {made.loaded.width + 1} ids"),
+    ):
+        config = {"model_type": "mtplx_mtp", **made.shape, **change}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ModelFilesError, match=said):
+            load_head(tmp_path, made.loaded, made.trunk, tmp_path)

@@ -45,6 +45,12 @@ def load_head(path: Path, loaded: LoadedModel, trunk: Trunk, own: Path | None) -
     if own is not None and not own.is_dir():
         raise ModelFilesError(f"--mtp: {own} is not a directory.")
     if own is not None and read_config(own).get("model_type") == FORGED:
+        rows = forged.read_config(own).vocab_size
+        if rows != loaded.width:
+            raise ModelFilesError(
+                f"The head in {own} was made for a model of {rows} ids; {loaded.name} has {loaded.width}. Make one "
+                "with: mtplx forge MODEL --out DIR"
+            )
         return forged.load(own, loaded, trunk)
     found = survey(path, own)
     if found.shape is None or not found.modules:
