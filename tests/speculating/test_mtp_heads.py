@@ -119,3 +119,16 @@ def test_what_deeper_steps_take_is_what_the_family_passes_on(made, name: str) ->
     errors = np.array(run(made(name), head)).reshape(-1, 4)
     assert errors[:, 0].max() < 1e-5
     assert errors[:, 1:].min() > 1e-3
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].formula.zeroes])
+def test_where_a_reading_begins_inside_a_text_no_embedding_is_hidden(made, name: str) -> None:
+    one, head = made(name), made(name).head()
+    reading = Reading(head, one.trunk, from_start=False)
+    one.read(reading, 0, 6, normed=True)
+    found, ids = drafts(reading, 3)
+    formula = replace(one.formula, zeroes=False)
+    states = np.array(one.states[:6]).astype(np.float64)
+    wanted = formula.logits(one.raw, one.config, one.ids[1:7], states, ids[:2])
+    assert max(error(found, wanted)) < 1e-5
+    assert min(error(found, one.expected(6, ids[:2]))) > 1e-3

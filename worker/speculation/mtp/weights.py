@@ -48,8 +48,8 @@ def load_head(path: Path, loaded: LoadedModel, trunk: Trunk, own: Path | None) -
         rows = forged.read_config(own).vocab_size
         if rows != loaded.width:
             raise ModelFilesError(
-                f"The head in {own} was made for a model of {rows} ids; {loaded.name} has {loaded.width}. Make one "
-                "with: mtplx forge MODEL --out DIR"
+                f"The head in {own} was made for a model of {rows} ids; {loaded.name} has {loaded.width}. Make "
+                "one with: mtplx forge MODEL --out DIR"
             )
         return forged.load(own, loaded, trunk)
     found = survey(path, own)
