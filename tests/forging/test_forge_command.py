@@ -77,7 +77,7 @@ def judge(gain: float):
 
 def test_a_head_of_a_random_model_learns_its_text(model: Path, prompts: Path, tmp_path: Path) -> None:
     """The whole command in real processes: loss falls, 9 of 10 guesses are right, and the files are a head."""
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in {**SMALL, "every": 2.0}.items()]
     out = tmp_path / "head"
     done = run(str(model), f"--out={out}", f"--prompts={prompts}", *options, "--force", folder=tmp_path)
     assert done.returncode == 0, done.stderr
