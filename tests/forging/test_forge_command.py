@@ -24,9 +24,9 @@ from worker.forge.forge import Tools, Wish, forge
 from worker.forge.train import CHECKPOINT
 from worker.speculation.mtp import forged
 
-LIMIT_S = 200.0
+LIMIT_S = 400.0
 SMALL = {
-    "tokens": 3000, "temperatures": "0,0.3", "length": 40, "batch": 64, "step_tokens": 512, "steps": 32, "rate": 5e-3,
+    "tokens": 3000, "temperatures": "0,0.3", "length": 40, "batch": 64, "step_tokens": 512, "steps": 36, "rate": 5e-3,
     "every": 0.0, "checkpoint_minutes": 1e9,
 }  # fmt: skip
 
