@@ -22,6 +22,9 @@ _OPTIONS: Final = (
     click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Where it goes."),
     click.option("--prompts", type=_FILE, help="Prompts to learn from, a line each or JSON lines; else our own."),
     click.option("--tokens", default=4_000_000, show_default=True, help="Tokens of answers that are written."),
+    click.option(
+        "--temperatures", default="0,0.7,1", show_default=True, help="Of the answers, in turn; by comma."
+    ),
     click.option("--length", default=384, show_default=True, help="Tokens of an answer at most."),
     click.option("--batch", default=256, show_default=True, help="Answers that are written at once."),
     click.option("--step-tokens", default=32768, show_default=True, help="Tokens of a training step."),

@@ -94,24 +94,16 @@ def test_a_resumed_run_ends_with_the_same_weights(tiny_model: Callable[[str], Lo
 
 
 @pytest.mark.prove
-def test_what_a_gpu_compiles_computes_the_same(
+def test_what_a_gpu_compiles_writes_the_same(
     tiny_model: Callable[[str], LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiled forms of writing and of a step, by the CPU's own compiler."""
+    """The compiled form of a writing step, by the CPU's own compiler."""
     loaded = tiny_model("llama-4bit-32")
-    (batch, *_) = batches(loaded)
     prompts = [one.ids.tolist() for one in texts(loaded.vocabulary)]
     writing = Writing(length=80, batch=4, eos_ids=frozenset())
     found = []
     for kind in ("cpu", "compiled"):
         monkeypatch.setattr(target_module, "device_name", lambda kind=kind: kind)
-        one = trainer(loaded)
-        for _ in range(3):
-            losses = np.array(one.step(batch, 0.1))
-        answers = text.write(Target(loaded), prompts, [0.0] * 4, writing, 0)
-        found.append((losses, weights(one), [answer.ids.tolist() for answer in answers]))
-    (plain, plain_weights, plain_text), (losses, compiled_weights, written) = found
-    assert written == plain_text
-    np.testing.assert_allclose(losses, plain, rtol=1e-4)
-    for name, weight in plain_weights.items():
-        np.testing.assert_allclose(compiled_weights[name], weight, atol=2e-4, err_msg=name)
+        answers = text.write(Target(loaded), prompts, [0.0, 0.7] * 2, writing, 0)
+        found.append([answer.ids.tolist() for answer in answers])
+    assert found[0] == found[1]

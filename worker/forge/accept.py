@@ -30,13 +30,12 @@ class Acceptance:
 
     def __init__(self, target: Target, unrolled: Unrolled, depths: int, batches: Sequence[Batch]) -> None:
         self._target, self._unrolled, self._depths, self._batches = target, unrolled, depths, batches
-        self._call: Any = self._guesses
 
     def of(self, weights: Weights) -> list[float]:
         """For each depth the share of right guesses, of those with a right draft above; nan: there were none."""
         right, tried = np.zeros(self._depths), np.zeros(self._depths)
         for batch in self._batches:
-            guesses = np.array(self._call(weights, mx.array(batch.ids), mx.array(batch.places)))
+            guesses = np.array(self._guesses(weights, mx.array(batch.ids), mx.array(batch.places)))
             for depth, (hits, lives) in enumerate(self._counted(batch, guesses)):
                 right[depth] += hits
                 tried[depth] += lives

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -21,15 +22,18 @@ from worker.forge.accept import Acceptance
 from worker.forge.loss import Lesson
 from worker.forge.target import Target, up_to
 from worker.forge.text import Batch, Shape, Text, Writing
-from worker.forge.train import CHECKPOINT, Recipe, Trainer, config_of, fresh_head, in_type
-from worker.forge.worth import costs, speed, worth
+from worker.forge.train import CHECKPOINT, Recipe, Trainer, config_of, fresh_head, in_type, scale_of
+from worker.forge.worth import Served, told
 from worker.speculation.mtp.forged import ForgedConfig, quantized, save
 from worker.speculation.mtp.head import Head
 
 REPORT: Final = "forge.json"
 TEXT: Final = "text.npz"
+HEAD: Final = "head"
 # Prompts whose greedy answers are never trained on: one in so many, this many at most.
 _HELD_OUT, _MOST_HELD_OUT = 20, 128
+# Held-out prompts whose answers are timed.
+_TIMED: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,7 @@ class Wish:
     out: Path
     prompts: Path | None = None
     tokens: int = 4_000_000
+    temperatures: str = "0,0.7,1"
     length: int = 384
     batch: int = 256
     step_tokens: int = 32768
@@ -65,7 +70,7 @@ class Wish:
     @property
     def data(self) -> dict[str, Any]:
         """What decides the text."""
-        names = ("tokens", "length", "batch", "seed")
+        names = ("tokens", "temperatures", "length", "batch", "seed")
         return {"prompts": str(self.prompts), **{name: getattr(self, name) for name in names}}
 
 
@@ -96,22 +101,16 @@ def forge(wish: Wish, tools: Tools) -> dict[str, Any]:
     mx.clear_cache()
     config = config_of(loaded, trunk)
     recipe = Recipe(depths=wish.depths, rate=wish.rate, lesson=Lesson(wish.hard))
-    trainer = Trainer(target, config, fresh_head(config, loaded), recipe)
     shape = Shape(wish.step_tokens, up_to(max(len(one.ids) for one in taught)), wish.depths)
-    measure = Acceptance(target, trainer.unrolled, wish.depths, list(text.batches(held_out, shape, None)))
+    held_out_batches = list(text.batches(held_out, shape, None))
+    scale = scale_of(target, mx.array(held_out_batches[0].ids))
+    trainer = Trainer(target, config, fresh_head(config, loaded, scale), recipe)
+    measure = Acceptance(target, trainer.unrolled, wish.depths, held_out_batches)
     if wish.resume and (wish.checkpoint / CHECKPOINT).exists():
         trainer.load(wish.checkpoint, {"data": wish.data})
         tools.say(f"going on from step {trainer.steps}")
     losses = Run(wish, tools, trainer, measure, shape, began).train(taught)
-    small_config, small = (
-        quantized(config, trainer.head, wish.group, wish.bits)
-        if wish.bits
-        else (
-            config,
-            cast(config, trainer.head, target.dtype),
-        )
-    )
-    small.set_dtype(target.dtype)
+    made = small(wish, config, trainer.head, target.dtype)
     report: dict[str, Any] = {
         "model": loaded.name,
         "trunk": trunk,
@@ -123,18 +122,37 @@ def forge(wish: Wish, tools: Tools) -> dict[str, Any]:
         "seconds": round(trainer.seconds, 1),
         "loss": losses,
         "acceptance_before_quantization": measure.of(trainer.weights),
-        "acceptance": measure.of(in_type(small, target.dtype)),
+        "acceptance": measure.of(in_type(made[1], target.dtype)),
     }
-    finish(wish, tools, loaded, (small_config, small), report)
+    tools.say(f"as it is served: {held(report['acceptance'])}")
+    finish(wish, tools, made, report, partial(judged, loaded, held_out))
     return report
 
 
-def cast(config: ForgedConfig, head: Head, dtype: mx.Dtype) -> Head:
-    """A copy of *head* in *dtype*."""
-    copy = config.module()
-    copy.update(head.parameters())
-    copy.set_dtype(dtype)
-    return copy
+def small(wish: Wish, config: ForgedConfig, head: Head, dtype: mx.Dtype) -> tuple[ForgedConfig, Head]:
+    """The head as it is served: quantised as *wish* says, all else in *dtype*."""
+    if wish.bits:
+        found = quantized(config, head, wish.group, wish.bits)
+    else:
+        found = config, config.module()
+        found[1].update(head.parameters())
+    found[1].set_dtype(dtype)
+    return found
+
+
+def temperatures(words: str) -> tuple[float, ...]:
+    """Of an option's text.
+
+    Raises:
+        SettingsError: it is no list of temperatures.
+    """
+    try:
+        found = tuple(float(part) for part in words.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(0 <= one <= 10 for one in found):
+        raise SettingsError(f"--temperatures {words}: give numbers from 0 to 10 by comma, such as 0,0.7,1.")
+    return found
 
 
 def texts(wish: Wish, tools: Tools, loaded: LoadedModel, target: Target) -> tuple[list[Text], list[Text]]:
@@ -148,7 +166,7 @@ def texts(wish: Wish, tools: Tools, loaded: LoadedModel, target: Target) -> tupl
     count = min(_MOST_HELD_OUT, len(found) // _HELD_OUT or 1)
     if len(found) < 2:
         raise SettingsError(f"{wish.prompts} has {len(found)} prompts that fit the model; two are the least.")
-    writing = Writing(wish.length, wish.batch, loaded.eos_ids)
+    writing = Writing(wish.length, wish.batch, loaded.eos_ids, temperatures(wish.temperatures))
     tools.say(f"{len(found) - count} prompts to learn from, {count} held out; writing {wish.tokens} tokens")
     held_out = [
         one
@@ -239,36 +257,47 @@ def held(shares: list[float]) -> str:
     return f"held-out acceptance by depth {' / '.join(f'{100 * one:.1f}' for one in shares)} %"
 
 
+def judged(
+    loaded: LoadedModel, held_out: list[Text], folder: Path, shares: list[float], tools: Tools
+) -> tuple[dict[str, Any], float]:
+    """As `told`, of the head in *folder* over the model."""
+    return told(shares, Served(loaded, folder, tools.cache_dir, tools.clock), held_out[:_TIMED])
+
+
 def finish(
-    wish: Wish, tools: Tools, loaded: LoadedModel, made: tuple[ForgedConfig, Head], report: dict[str, Any]
+    wish: Wish,
+    tools: Tools,
+    made: tuple[ForgedConfig, Head],
+    report: dict[str, Any],
+    judge: Callable[[Path, list[float], Tools], tuple[dict[str, Any], float]],
 ) -> None:
-    """Write the head, if it pays or is forced; *report* learns what it is worth.
+    """Write the head, if it pays or is forced; *report* learns what it is worth, which *judge* tells.
 
     Raises:
         SettingsError: it does not pay.
     """
-    config, head = made
-    tools.say(f"as it is served: {held(report['acceptance'])}")
-    if wish.force:
-        write(wish.out, config, head, report)
-    found = worth(report["acceptance"], costs(loaded, head, tools.cache_dir, tools.clock))
-    report["worth"] = {**asdict(found), "gain": found.gain}
-    report["speed"] = speed(loaded, head)
-    tools.say(
-        f"{found.drafted} drafted: {found.tokens:.2f} tokens a step that costs {found.cost:.2f} plain ones,"
-        f" {found.gain:.2f} x plain decoding by the probe"
+    draft = wish.checkpoint / HEAD
+    # A forced head is there whatever happens while it is measured.
+    write(wish.out if wish.force else draft, made, report)
+    report["worth"], gain = judge(wish.out if wish.force else draft, report["acceptance"], tools)
+    speed = report["worth"]["tokens_per_second"]
+    beside = (
+        ""
+        if speed["head"] is None
+        else f" {speed['head']:.0f} tokens a second with it, {speed['plain']:.0f} without;"
     )
-    if found.gain <= 1 and not wish.force:
+    tools.say(f"{beside} {gain:.2f} x plain decoding on this device".strip())
+    if gain <= 1 and not wish.force:
         raise SettingsError(
-            f"The head does not pay on this device ({found.gain:.2f} x plain decoding), so it is not written. It"
+            f"The head does not pay on this device ({gain:.2f} x plain decoding), so it is not written. It"
             f" is kept in {wish.checkpoint}: train it further with --resume and more --steps, or write it as it is"
             " with --resume --force."
         )
-    write(wish.out, config, head, report)
+    write(wish.out, made, report)
     tools.say(f"written to {wish.out}")
 
 
-def write(out: Path, config: ForgedConfig, head: Head, report: dict[str, Any]) -> None:
+def write(out: Path, made: tuple[ForgedConfig, Head], report: dict[str, Any]) -> None:
     """Write the files of a head."""
-    save(out, config, head)
+    save(out, *made)
     (out / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

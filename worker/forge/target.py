@@ -46,14 +46,9 @@ def up_to(count: int, step: int = STEP) -> int:
     return -(-count // step) * step
 
 
-def compiled(call: Any, state: list[Any] | None = None) -> Any:
-    """*call* compiled where compiling is cheap: the CPU build of MLX runs a C++ compiler for each kernel.
-
-    state: what the call reads and changes besides its arguments, as `mx.compile` takes it.
-    """
-    if device_name() == "cpu":
-        return call
-    return mx.compile(call) if state is None else mx.compile(call, inputs=state, outputs=state)
+def compiled(call: Any) -> Any:
+    """*call* compiled, but on the CPU, where MLX runs a C++ compiler for each kernel."""
+    return call if device_name() == "cpu" else mx.compile(call)
 
 
 class Target:
@@ -98,11 +93,14 @@ class Target:
 
     def states(self, ids: mx.array) -> mx.array:
         """The states behind the final norm T [B, n, K], of ids [B, n] that all begin in column 0."""
+        return self._run(ids, 0, self._causal)
 
-        def attend(_place: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-            return mx.fast.scaled_dot_product_attention(q, k, v, scale=self._packed.scale, mask="causal")
+    def last_input(self, ids: mx.array) -> mx.array:
+        """What the last layer is given T [B, n, K], of such ids."""
+        return self._layers_of(ids, 0, self._causal, len(self._layers) - 1)
 
-        return self._run(ids, 0, attend)
+    def _causal(self, _place: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=self._packed.scale, mask="causal")
 
     def logits(self, states: mx.array) -> mx.array:
         """Of states T [..., K]: T [..., V]."""
@@ -171,16 +169,21 @@ class Target:
 
     def _run(self, ids: mx.array, offset: int | mx.array, attend: _Attend) -> mx.array:
         """The final states T [B, n, K] of ids [B, n]; *attend* is told the layer's place and its roped heads."""
+        return self._packed.normed(self._layers_of(ids, offset, attend, len(self._layers)), self._packed.norm)
+
+    def _layers_of(self, ids: mx.array, offset: int | mx.array, attend: _Attend, count: int) -> mx.array:
+        """The same behind *count* layers, without a norm."""
         packed = self._packed
-        x = packed.embed(ids)
-        for place, (layer, products) in enumerate(zip(packed.layers, self._layers, strict=True)):
+        x: mx.array = packed.embed(ids)
+        for place in range(count):
+            layer, products = packed.layers[place], self._layers[place]
             qkv, out, gate_up, down = products
             q, k, v = _heads(layer, qkv(packed.normed(x, layer.input_norm)), offset)
             heads = attend(place, q, k, v)
             x = x + out(heads.swapaxes(1, 2).reshape(*x.shape[:2], -1))
             gate, up = mx.split(gate_up(packed.normed(x, layer.post_norm)), 2, axis=-1)
             x = x + down(gate * mx.sigmoid(gate) * up)
-        return packed.normed(x, packed.norm)
+        return x
 
 
 def _heads(layer: Layer, qkv: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array, mx.array]:

@@ -14,7 +14,6 @@ import numpy.typing as npt
 from worker.forge.target import Target, compiled, up_to
 
 Ids = npt.NDArray[np.int32]
-TEMPERATURES: Final = (0.0, 0.7, 1.0)
 # Answers all ended are looked for this often: each look waits for the device.
 _LOOK: Final = 64
 # The numbers of taught positions of a batch are multiples of this at least.
@@ -30,11 +29,15 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """How text is written. length: tokens of an answer at most. batch: answers at once."""
+    """How text is written.
+
+    length: tokens of an answer at most. batch: answers at once. temperatures: that take turns.
+    """
 
     length: int
     batch: int
     eos_ids: frozenset[int]
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
 
 
 def write(
@@ -88,7 +91,7 @@ def written(
     while True:
         for group in luck.permutation(len(groups)):
             places = groups[group]
-            temperatures = [TEMPERATURES[(place + turn) % len(TEMPERATURES)] for place in places]
+            temperatures = [writing.temperatures[(place + turn) % len(writing.temperatures)] for place in places]
             texts = write(target, [prompts[place] for place in places], temperatures, writing, seed + 1 + made)
             mx.clear_cache()
             made += sum(len(one.ids) - one.prompt for one in texts)

@@ -74,15 +74,27 @@ def config_of(loaded: LoadedModel, trunk: str) -> ForgedConfig:
     )
 
 
-def fresh_head(config: ForgedConfig, loaded: LoadedModel) -> Head:
-    """A head to begin with, float32: the trunk's last layer and final norm, behind half of both inputs."""
+def scale_of(target: Target, ids: mx.array) -> float:
+    """How large the numbers are that the trunk's last layer is given, by texts of ids [B, n]."""
+    x = target.last_input(ids).astype(mx.float32)
+    square: Any = (x * x).mean().item()
+    return math.sqrt(square)
+
+
+def fresh_head(config: ForgedConfig, loaded: LoadedModel, scale: float = 1.0) -> Head:
+    """A head to begin with, float32: the trunk's last layer and final norm, behind half of both inputs.
+
+    scale: as `scale_of` has it. What the layer adds is made smaller by it, for the head's norms give it numbers
+    near 1; all norms behind it hide the difference.
+    """
     text = getattr(loaded.model, "language_model", loaded.model)
     head, inner = config.module(), text.model
     last = inner.layers[-1]
     names = [name for name, _ in tree_flatten(head.block.parameters())]
     taken = {name: _dense_weight(last, name) for name in names}
     half = 0.5 * mx.eye(config.hidden_size)
-    parts = {f"block.{name}": weight for name, weight in taken.items()}
+    added = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+    parts = {f"block.{name}": weight / scale if name in added else weight for name, weight in taken.items()}
     parts["norm.weight"] = inner.norm.weight
     parts["eh_proj.weight"] = mx.concatenate([half, half], axis=1)
     # Arrays of their own: what is trained may not be what the compiled step takes for constant.
@@ -124,7 +136,6 @@ class Trainer:
             mx.array(recipe.rate), betas=_BETAS, weight_decay=recipe.weight_decay, bias_correction=True
         )
         self._optimizer.init(head.trainable_parameters())
-        self._call: Any = None
 
     @property
     def weights(self) -> Weights:
@@ -133,20 +144,16 @@ class Trainer:
 
     def step(self, batch: Batch, progress: float) -> mx.array:
         """One step; the loss by depth float32 [D], not yet evaluated. progress: of the whole training, 0 to 1."""
-        if self._call is None:
-            # Not compiled: a step has dozens of kernels, and CUDA's compiler takes a second or two for each.
-            self._call = self._step
         decay = self.recipe.decay ** np.arange(self.recipe.depths, dtype=np.float32)
         live = batch.weights.sum(axis=1)
         shares = batch.weights / np.maximum(live, 1)[:, None]
         rate = mx.array(self.recipe.rate_at(progress), dtype=mx.float32)
-        losses: mx.array = self._call(
-            mx.array(batch.ids), mx.array(batch.places), mx.array(shares), mx.array(decay), rate
-        )
+        losses = self._step(mx.array(batch.ids), mx.array(batch.places), mx.array(shares), mx.array(decay), rate)
         self.steps += 1
         mx.async_eval(losses, self.head.parameters(), self._optimizer.state)  # type: ignore[no-untyped-call]
         return losses
 
+    # Not compiled: a step has dozens of kernels, and CUDA's compiler takes a second or two for each.
     def _step(self, ids: mx.array, index: mx.array, shares: mx.array, decay: mx.array, rate: mx.array) -> mx.array:
         hidden, embedded = pairs(self._target, ids)
         flat = hidden.reshape(-1, hidden.shape[-1])
@@ -197,7 +204,6 @@ class Trainer:
         self.head.update(tree_unflatten(parts["head."]))
         self._optimizer.state = tree_unflatten(parts["optimizer."])
         self.steps, self.seconds = about["steps"], about["seconds"]
-        self._call = None
 
 
 def in_type(head: Head, dtype: mx.Dtype) -> Weights:
