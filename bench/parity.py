@@ -1,7 +1,8 @@
 """Tokens per second through client, broker and worker, against mlx-lm's stream_generate in this process.
 
 Both answer the same prompts of SmolLM2 in turns, at temperature 0 and at 0.8 with the keyed sampler handed to
-stream_generate; the ids must be equal. Times run from the prompt's ids to the last token; both read the whole prompt.
+stream_generate; the ids must be equal. Times run from the prompt's ids to the last token, and both read the whole
+prompt.
 
     python bench/parity.py --modes serial,hyper
 
