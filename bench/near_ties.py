@@ -42,6 +42,7 @@ class Knowing(Oracle):
     """Goes on where the answer parted from the text that it knows."""
 
     def extend(self, ids: Sequence[int]) -> None:
+        """As in `Drafter`."""
         self._at += len(ids)
 
 
