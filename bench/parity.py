@@ -1,7 +1,8 @@
 """Tokens per second through client, broker and worker, against mlx-lm's stream_generate in this process.
 
 Both answer the same prompts of SmolLM2 in turns, at temperature 0 and at 0.8 with the keyed sampler handed to
-stream_generate; the ids must be equal. Times run from the prompt's ids to the last token.
+stream_generate; the ids must be equal. Times run from the prompt's ids to the last token, and both read the whole
+prompt.
 
     python bench/parity.py --modes serial,hyper
 
@@ -86,7 +87,7 @@ def direct(
 def served(client: mtplx.Client, ids: list[int], tokens: int, temperature: float) -> tuple[float, list[int]]:
     """Seconds and ids of one answer through the whole service."""
     began = time.perf_counter()
-    result = client.run(token_ids=ids, max_tokens=tokens, temperature=temperature, seed=SEED)
+    result = client.run(token_ids=ids, max_tokens=tokens, temperature=temperature, seed=SEED, cache=False)
     return time.perf_counter() - began, list(result.ids)
 
 

@@ -89,16 +89,7 @@ def run(launch: Launch) -> mx.array:
         return mx.zeros(launch.shape, dtype=launch.dtype)
     kind = dialect.target()
     assert kind is not None, "kernels run on a GPU"
-    x, y, z = launch.groups
-    return dialect.build(launch.kernel, kind)(
-        inputs=list(launch.arrays),
-        output_shapes=[launch.shape],
-        output_dtypes=[launch.dtype],
-        grid=(x * launch.threads, y, z),
-        threadgroup=(launch.threads, 1, 1),
-        template=list(launch.template),
-        init_value=-1.0 if launch.dtype == mx.int32 else math.nan,
-    )[0]
+    return launch.run(kind, -1.0 if launch.dtype == mx.int32 else math.nan)
 
 
 def groups(counts: Sequence[int]) -> Iterator[tuple[int, int]]:

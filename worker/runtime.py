@@ -18,6 +18,7 @@ from worker.engine.build import build
 from worker.engine.draw import WARM_ROWS
 from worker.engine.draw_kernels import Wanted, compiling
 from worker.engine.engine import Engine
+from worker.engine.files import check_draft_files
 from worker.engine.fingerprint import build_hash, model_hash
 from worker.engine.load import LoadedModel, device_name, load, resolve_model
 from worker.engine.reference import ReferenceEngine
@@ -26,6 +27,7 @@ from worker.job import run_job
 from worker.kernels import disk_cache
 from worker.loop import Offer, Worker
 from worker.speculation.build import may_draft, options, width
+from worker.speculation.mtp.forged import read_config
 from worker.width import WidthGate
 
 
@@ -33,11 +35,15 @@ def start(settings: Settings, *, watch_stdin: bool = False) -> Worker:
     """A worker with a warm model, not yet talking to the broker.
 
     Raises:
-        ModelFilesError: the model is missing or incomplete.
+        ModelFilesError: the model, or the one named to draft, is missing or incomplete.
         SettingsError: the memory asked for cannot be had.
     """
     kernels = disk_cache.open_folder(settings.cache_dir)
     path = resolve_model(settings.model, settings.cache_dir)
+    # Before minutes of loading, and in modes that do not draft too.
+    check_draft_files(settings.draft, settings.cache_dir)
+    if settings.mtp:
+        read_config(Path(settings.mtp).expanduser())
     loaded = load(path)
     rows = SIZES if may_draft(settings) else WARM_ROWS
     with compiling(Wanted.of(loaded, rows), None if settings.reference else kernels) as compiled:

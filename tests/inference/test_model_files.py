@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 
 import mlx.core as mx
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 from mlx_lm import utils as mlx_lm_utils
-from tiny_models import make_llama
+from tiny_models import make_llama, make_mamba, make_tiny
 
 from mtplx.errors import Exit, ModelFilesError
 from worker.engine.files import model_name
@@ -48,6 +49,17 @@ def test_a_whole_model_passes_sharded_or_not(model, tiny):
 
 def test_a_whole_sharded_model_passes(sharded):
     load(sharded)
+
+
+@pytest.mark.parametrize("make", [make_llama, make_mamba, partial(make_tiny, "qwen3_5")])
+def test_a_tiny_model_is_the_same_one_each_time_it_is_made(make, tmp_path):
+    """What is random before must not reach it: answers of tests would change from run to run."""
+    made = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        made.append(mx.load(str(make(tmp_path / name) / "model.safetensors")))
+        mx.random.normal((3,))
+    assert all(mx.array_equal(array, made[1][name]) for name, array in made[0].items())
 
 
 def test_a_deleted_shard_is_named(sharded):

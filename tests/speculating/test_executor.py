@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from worker.engine.engine import EngineRequest, NumericError, Step, unheard
 from worker.engine.load import LoadedModel, load
 from worker.engine.sample import Sampling
 from worker.engine.verify_bank import SIZES
+from worker.speculation.draft import Draft, Proposal
 from worker.speculation.executor import ROUTE
 from worker.speculation.ngram import Ngram
 from worker.width import Meta, WidthError, WidthGate, WidthPlan
@@ -208,3 +210,50 @@ def test_in_place_forwards_and_draws_run_the_sizes_that_are_compiled_and_no_othe
     assert set(widths) - set(SIZES), "rows are told as they were wanted"
     assert seen <= {(size, size) for size in SIZES[1:]}
     engine.index.pages.check()
+
+
+class Sparing(Ngram):
+    """Finds fewer forks for the draft than it spoke of."""
+
+    def propose(self, limit: int, forks: int = 0) -> Proposal:
+        found = super().propose(limit, forks)
+        if found.draft.is_chain:
+            return found
+        return found._replace(draft=Draft.chain(found.draft.tokens[: found.draft.trunk]))
+
+
+@pytest.mark.parametrize("drafter", [Ngram, Sparing])
+def test_forks_are_counted_where_they_were_verified_and_not_where_they_were_planned(
+    tiny_model, drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = tiny_model("llama")
+    engine = build(loaded).engine
+    launched: list[Draft] = []
+    launch = engine.launch
+    monkeypatch.setattr(engine, "launch", lambda draft, *rest: (launched.append(draft), launch(draft, *rest))[1])
+    told = {"fork_attempts": 0, "fork_wins": 0}
+    planned = 0
+    for seed in range(8):
+        luck = random.Random(seed)
+        prompt = tuple(luck.choice((5, 6, 7, 8)) for _ in range(80))
+        bias = dict.fromkeys((5, 6, 7, 8), 60.0)
+        sampling = Sampling(seed=seed, temperature=1.0, logit_bias=bias)
+        request = EngineRequest(prompt=prompt, sampling=sampling, max_tokens=TOKENS, cache=False)
+        parts = executor(engine, drafter()).run(WidthPlan(engine.forward.width), engine)
+        planner = parts._planner
+        plan = planner.plan
+
+        def noted(*asked: Any, plan: Any = plan) -> Any:
+            nonlocal planned
+            found = plan(*asked)
+            planned += found.forks
+            return found
+
+        monkeypatch.setattr(planner, "plan", noted)
+        run(parts, request, TOKENS)
+        figures = parts.stop().drafting
+        told = {name: count + figures[name] for name, count in told.items()}
+    verified = sum(len(draft) - len(set(draft.parents)) for draft in launched)
+    assert planned > 5
+    assert told["fork_attempts"] == verified
+    assert (verified > 5) is (drafter is Ngram)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,15 @@ import pytest
 from speculating.oracle import EAGER, FREE, LINEAR, Priced
 from tiny_models import Room, make_mamba, make_tiny
 
-from mtplx.errors import SettingsError
+from mtplx.errors import ModelFilesError, SettingsError
 from mtplx.settings import SchedulerMode, Settings
 from worker import runtime
+from worker.engine.files import check_draft_files
 from worker.engine.geometry import ROWS, Extent, measure
 from worker.engine.load import LoadedModel, load
 from worker.engine.reference import ReferenceEngine
 from worker.speculation.build import Width, may_fork, width
-from worker.speculation.costs import Costs
+from worker.speculation.costs import Costs, Measured, too_dear
 from worker.speculation.executor import ROUTE
 
 
@@ -172,3 +174,46 @@ def test_a_worker_starts_with_every_kind_of_model_in_the_mode_that_is_the_defaul
     assert info["width_executor"] is True
     assert info["row_invariant"] is False, "without our kernels"
     assert info["most_rows"] == 1 or not info["width_why"] or "chain" in info["width_why"]
+
+
+@pytest.mark.parametrize(
+    "mode", [{"scheduler_mode": SchedulerMode.SERIAL}, {"hyper_stage": "h0"}, {}, {"reference": True}]
+)
+@pytest.mark.parametrize("option", ["draft", "mtp"])
+def test_a_drafter_that_is_not_there_is_an_error_at_the_start_in_every_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: dict[str, Any], option: str
+) -> None:
+    monkeypatch.setattr(runtime, "Worker", lambda _settings, offer, *_, **__: offer)
+    missing = str(tmp_path / "nowhere")
+    asked = {"draft": {"draft": f"model:{missing}"}, "mtp": {"mtp": missing}}[option]
+    model = make_tiny("llama", tmp_path)
+    settings = Settings(model=str(model), cache_dir=tmp_path / "cache", kv_memory="4MB", **asked, **mode)
+    with pytest.raises(ModelFilesError, match=r"nowhere"):
+        runtime.start(settings)
+
+
+def test_a_draft_model_that_is_not_used_has_to_be_whole_and_a_hub_id_is_not_fetched_for_it(tmp_path: Path) -> None:
+    model = make_tiny("llama", tmp_path)
+    check_draft_files(f"model:{model}", tmp_path)
+    check_draft_files("model:mlx-community/nobody-has-this", tmp_path)
+    check_draft_files("auto", tmp_path)
+    (model / "config.json").unlink()
+    with pytest.raises(ModelFilesError, match=r"--draft model:.*config.json"):
+        check_draft_files(f"model:{model}", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("costs", "says"),
+    [
+        (LINEAR, "rows cost too much"),
+        (replace(LINEAR, draft_ms=5.0), "rows cost too much"),
+        (replace(FREE, draft_ms=2.0), "drafts cost too much here, 2 ms a token where a plain step takes 1 ms"),
+        (replace(FREE, draft_ms=0.1), ""),
+        (FREE, ""),
+    ],
+)
+def test_what_costs_too_much_is_named(costs: Costs, says: str) -> None:
+    why = too_dear(Measured(costs), 16)
+    assert why.startswith(says)
+    assert bool(why) is bool(says)
+    assert too_dear(Measured(costs), 1) == "", "no row of a draft, no costs"

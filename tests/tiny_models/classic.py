@@ -69,12 +69,14 @@ def make_mamba(folder: Path, kind: Kind | None = None) -> Path:
         "time_step_rank": 4,
         "tie_word_embeddings": True,
     }
+    # Its biases, which are not scaled up below, are drawn where the module is made.
+    mx.random.seed(kind.seed)
     return _save(folder, mamba.Model(mamba.ModelArgs.from_dict(config)), config, kind)
 
 
 def _save(folder: Path, model: object, config: dict, kind: Kind) -> Path:
     keys = iter(mx.random.split(mx.random.key(kind.seed), 200))
-    # Scaled up so that greedy text varies; 1-D weights are norms.
+    # Scaled up so that greedy text varies; 1-D weights are norms and biases.
     parameters = tree_map(
         lambda x: mx.random.normal(x.shape, key=next(keys)) * 3 / x.shape[-1] ** 0.5 if x.ndim > 1 else x,
         model.parameters(),

@@ -55,6 +55,25 @@ def resolve_model(name_or_path: str, cache_dir: Path) -> Path:
     return path
 
 
+def check_draft_files(draft: str, cache_dir: Path) -> None:
+    """The model that `--draft model:PATH` names is here and whole, whether or not this start drafts.
+
+    A Hugging Face id that is no directory is fetched by who needs it.
+
+    Raises:
+        ModelFilesError: saying what is missing or damaged, and what to do.
+    """
+    if not draft.startswith("model:"):
+        return
+    name = draft.removeprefix("model:").strip()
+    if HUB_ID.fullmatch(name) and not Path(name).expanduser().exists():
+        return
+    try:
+        check_model_files(resolve_model(name, cache_dir))
+    except ModelFilesError as error:
+        raise ModelFilesError(f"--draft model:{name}: {error}") from error
+
+
 def model_name(path: Path) -> str:
     """A name for people: the directory's, or `owner/name` where the directory is a hub snapshot."""
     if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):

@@ -280,8 +280,8 @@ class Launch:
     shape: tuple[int, ...]
     dtype: mx.Dtype
 
-    def run(self, target: str) -> mx.array:
-        """The output, as a node of the graph, on *target* ("metal" or "cuda")."""
+    def run(self, target: str, filling: float | None = None) -> mx.array:
+        """The output, as a node of the graph, on *target* ("metal" or "cuda"). filling: what its memory held."""
         for launches in _listening:
             launches.append(self)
         x, y, z = self.groups
@@ -292,6 +292,7 @@ class Launch:
             grid=(x * self.threads, y, z),
             threadgroup=(self.threads, 1, 1),
             template=list(self.template),
+            init_value=filling,
         )[0]
 
 

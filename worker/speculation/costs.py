@@ -16,6 +16,10 @@ _LEAST, _MOST = 0.5, 3.0
 # After so many steps a kind of draft that was none of them comes nearer by this part to the nearest kind that was:
 # what looked dear while the machine was busy would not be measured again.
 _FADE_EVERY, _FADE = 64, 0.25
+# Contexts at which rows are weighed before any job is planned, and of what they would bring if all were kept the
+# share that they must not cost: drafts err, and clocks do.
+_LOOKED_AT: Final = (64, 2048)
+_HOPED: Final = 0.9
 # Contexts so near are one.
 _CONTEXTS: Final = 256
 # Steps of so many rows, or fewer down to the size before, share a correction; 0: the plain step.
@@ -132,3 +136,25 @@ class Measured:
     def _table(self, context: int, nodes: int) -> float:
         forward = self.costs.forward(context, nodes + 1)
         return forward + (self.costs.overhead_ms + nodes * self.costs.draft_ms if nodes else 0.0)
+
+
+def too_dear(measured: Measured, width: int) -> str:
+    """Why no draft that *width* rows hold could win, in words; empty where one could, or where none has room."""
+    if width == 1 or _could_pay(measured, width):
+        return ""
+    if not _could_pay(measured, width, spared_ms=measured.costs.draft_ms):
+        return "rows cost too much here: no draft could win, even if all of it were kept"
+    plain = measured.steps(_LOOKED_AT[0])[0]
+    return (
+        f"drafts cost too much here, {measured.costs.draft_ms:.3g} ms a token where a plain step takes "
+        f"{plain:.3g} ms: none could win, even if all of it were kept"
+    )
+
+
+def _could_pay(measured: Measured, width: int, spared_ms: float = 0.0) -> bool:
+    """Whether a draft could win if each token of it took *spared_ms* less."""
+    for context in _LOOKED_AT:
+        steps = measured.steps(context)
+        if any(steps[nodes] - nodes * spared_ms < _HOPED * steps[0] * (nodes + 1) for nodes in range(1, width)):
+            return True
+    return False

@@ -21,7 +21,7 @@ from worker.engine.draw import NOT_A_NUMBER
 from worker.engine.engine import Engine, EngineRequest, Figures, PrefillProgress, Step
 from worker.engine.serial import SerialEngine
 from worker.speculation.acceptance import Counts
-from worker.speculation.costs import Measured
+from worker.speculation.costs import Measured, too_dear
 from worker.speculation.draft import MAX_NODES, Draft, Drafter, Terms, left_trunk
 from worker.speculation.planner import Plan, Planner
 from worker.speculation.shadow import Shadow
@@ -30,12 +30,8 @@ from worker.width import Meta, WideEngine, WidthPlan
 ROUTE: Final = "hyper_width"
 """What DONE calls a job whose forwards may have more rows than one."""
 
-# Contexts at which rows are weighed before any job is planned.
-_LOOKED_AT: Final = (64, 2048)
 # The newest id, one drafted behind it, and one drawn behind that.
 _LEAST_BUDGET: Final = 3
-# Of what rows would bring if all were kept, the share that they must not cost: drafts err, and clocks do.
-_HOPED: Final = 0.9
 _MOST_FORKS: Final = 3
 # Of steps without a draft so many make the time between two looks a step longer, and more in a job of whose drafts
 # this share was kept; there are at most so many steps from look to look.
@@ -72,8 +68,9 @@ class HyperWidthExecutor:
         self.trees = parts.trees
         self.width = width
         self.why = why
-        if width > 1 and not self._could_pay():
-            self.width, self.why = 1, "rows cost too much here: no draft could win, even if all of it were kept"
+        dear = too_dear(parts.measured, width)
+        if dear:
+            self.width, self.why = 1, dear
 
     def plan(self, meta: Meta) -> WidthPlan:
         """As in `WidthExecutor`."""
@@ -87,13 +84,6 @@ class HyperWidthExecutor:
         """As in `WidthExecutor`."""
         assert isinstance(singleton, SerialEngine), "only the serial engine verifies drafts"
         return (self._parts.engine or SpeculatingEngine)(plan.width, singleton, self._parts)
-
-    def _could_pay(self) -> bool:
-        for context in _LOOKED_AT:
-            steps = self._parts.measured.steps(context)
-            if any(steps[nodes] < _HOPED * steps[0] * (nodes + 1) for nodes in range(1, self.width)):
-                return True
-        return False
 
 
 class SpeculatingEngine:
@@ -315,7 +305,7 @@ class SpeculatingEngine:
 
     def _launch(self, plan: Plan, draft: Draft, tokens: mx.array | None = None) -> None:
         self._serial.launch(draft, tokens)
-        self._flight = plan, draft
+        self._flight = plan.launched(draft), draft
         self._outcome = None
         self._plain = 0
 

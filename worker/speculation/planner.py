@@ -16,7 +16,7 @@ No clock: times are told. Of a job nothing stays but the times.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 
 from worker.speculation.acceptance import Acceptance, Counts, Pace
 from worker.speculation.costs import Costs, Measured
-from worker.speculation.draft import MAX_NODES, Traits
+from worker.speculation.draft import MAX_NODES, Draft, Traits
 
 WINDOW: Final = 16
 """Steps with drafts after which the gate judges."""
@@ -58,6 +58,14 @@ class Plan(NamedTuple):
     why: str = ""
     beside_ms: float = 0.0
     gain: float = 0.0
+
+    def launched(self, draft: Draft) -> Plan:
+        """What is verified of it where *draft* has fewer forks than were planned."""
+        if len(draft) == self.nodes and not self.forks:
+            return self
+        beside = Counter(draft.parents)
+        turns = tuple(depth for depth in range(1, draft.trunk + 1) for _ in range(beside[depth - 1] - 1))
+        return self._replace(nodes=len(draft), depth=draft.trunk, forks=len(turns), turns=turns)
 
 
 @dataclass(slots=True)
