@@ -89,7 +89,7 @@ def test_speculation_imports_nothing_but_itself(path: Path) -> None:
         node.module or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)
     }
     assert {module for module in modules if module.startswith("worker")} <= {
-        f"worker.speculation.{name}" for name in ("draft", "costs", "ngram", "planner", "shadow")
+        f"worker.speculation.{name}" for name in ("acceptance", "draft", "costs", "ngram", "planner", "shadow")
     }
 
 

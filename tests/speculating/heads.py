@@ -23,8 +23,8 @@ from worker.speculation.mtp.drafter import Mtp
 from worker.speculation.mtp.following import Ask, HeadRun
 from worker.speculation.mtp.forged import ForgedConfig
 from worker.speculation.mtp.head import Head
+from worker.speculation.mtp.on_device import DeviceDrafts
 from worker.speculation.ngram import Ngram
-from worker.speculation.on_device import DeviceDrafts
 
 
 def random_head(loaded: LoadedModel, seed: int = 3, **quantization: int) -> Head:

@@ -86,7 +86,7 @@ def test_a_stage_that_is_asked_for_is_in_force(start: Start, settings: dict[str,
 
 
 def test_a_drafter_that_cannot_be_had_is_refused_at_the_start(start: Start) -> None:
-    with pytest.raises(SettingsError, match=r"--draft mtp.*ngram"):
+    with pytest.raises(SettingsError, match=r"--draft mtp.*--draft auto"):
         start(draft="mtp")
 
 

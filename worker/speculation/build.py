@@ -29,8 +29,8 @@ from worker.speculation.draft import Drafter
 from worker.speculation.draft_model import DraftModel
 from worker.speculation.executor import HyperWidthExecutor, Parts
 from worker.speculation.mtp.build import Means, head_drafter
+from worker.speculation.mtp.on_device import DeviceDrafts
 from worker.speculation.ngram import Ngram
-from worker.speculation.on_device import DeviceDrafts
 
 # What is measured before READY where nothing is kept yet: on the CPU a row takes tenths of a second.
 _FAST: Final = Extent(contexts=(64, 1024))

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
-
-import mlx.core as mx
+from typing import Any, Final, NamedTuple
 
 from worker.engine.draw import NOT_A_NUMBER
 from worker.engine.engine import Engine, EngineRequest, Figures, PrefillProgress, Step
@@ -303,7 +301,7 @@ class SpeculatingEngine:
         """None near the end of the budget: the planner knows no end, and forks come beside the trunk."""
         return self._forks if limit == self._widest - 1 else 0
 
-    def _launch(self, plan: Plan, draft: Draft, tokens: mx.array | None = None) -> None:
+    def _launch(self, plan: Plan, draft: Draft, tokens: Any = None) -> None:
         self._serial.launch(draft, tokens)
         self._flight = plan.launched(draft), draft
         self._outcome = None
