@@ -4,8 +4,8 @@ Four kinds of text (bench/conversations.py), answered at temperature 0 and 0.7 b
 alone, by prompt lookup alone, by both as a worker runs them, and by mlx-lm's generate_step; ratios are medians of
 ratios of neighbouring runs. Acceptance is conditional: of drafts whose ids above were all kept, the share whose id
 was kept, with four ids drafted at every step. Part "wrong" repeats this with a head that was not primed, that
-takes the state before the final norm, or that passes it on: what a wrong wiring costs. Every answer of ours must be
-the plain one.
+takes the state before the final norm, or that passes it on: what a wrong wiring costs. Every answer of ours must
+be the plain one.
 
     python bench/mtp.py --folder FOLDER [--mtp HEAD] [--copy RESULT.json]
 

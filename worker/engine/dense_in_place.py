@@ -15,7 +15,7 @@ from typing import cast
 import mlx.core as mx
 
 from worker.engine.forward import MAX_ROWS, Follower, Path, Started, branching, positions_within
-from worker.engine.host_tables import HostTables, further
+from worker.engine.host_tables import HostTables, behind, further
 from worker.engine.packed import Layer, Packed
 from worker.engine.verify_bank import SIZES, TREE_SIZES, Switches, VerifyBank, size_for
 from worker.kernels import rows as trees_of
@@ -28,12 +28,6 @@ from worker.kv.pool import Pool
 from worker.kv.prefix import Opened
 
 Moved = Callable[..., list[mx.array]]
-
-
-def never(array: mx.array) -> mx.array:
-    """[1]: False whatever logits or moves *array* holds, but computed after it."""
-    one = array.reshape(-1)[:1]
-    return one < -1 if array.dtype == mx.int32 else mx.isnan(one) & mx.isfinite(one)
 
 
 class DenseInPlace:
@@ -204,7 +198,7 @@ class DenseInPlace:
     def _meta_at(self, length: int) -> mx.array:
         """Meta of the sequence at *length*, after the latest forward."""
         meta = self._tables.meta(length)
-        return meta if self._latest is None else meta + never(self._latest)
+        return meta if self._latest is None else behind(meta, self._latest)
 
     def _meta_behind(self, last: mx.array) -> mx.array:
         """Meta behind row *last* of the latest rows, wherever that is."""

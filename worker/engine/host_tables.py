@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import mlx.core as mx
 import numpy as np
 
 from worker.kv.pages import Sequence
+
+
+def never(array: mx.array) -> mx.array:
+    """[1]: False whatever logits or moves *array* holds, but computed after it."""
+    one = array.reshape(-1)[:1]
+    return one < -1 if array.dtype == mx.int32 else mx.isnan(one) & mx.isfinite(one)
 
 
 class HostTables:
@@ -37,22 +44,36 @@ class HostTables:
 
 def further(meta: mx.array, last: mx.array) -> mx.array:
     """*meta* behind row *last*, uint32 [1], of the rows that were computed with it."""
-    moved: mx.array = _further(meta, last, _first(meta.size))
-    return moved
+    return _further(meta, last, _first(meta.size))
 
 
 def further_place(position: mx.array, last: mx.array) -> mx.array:
     """`draw.place` behind row *last*, uint32 [1], where that behind row 0 is *position*, uint32 [2]."""
-    moved: mx.array = _further_place(position, last)
-    return moved
+    return _further_place(position, last)
 
 
-@mx.compile
+def _fused(call: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """*call* as one kernel where that is cheap: for the CPU each takes a C++ compiler seconds."""
+    fused: Callable[..., mx.array] = mx.compile(call)
+
+    def run(*arrays: mx.array) -> mx.array:
+        return (call if mx.default_device().type == mx.DeviceType.cpu else fused)(*arrays)
+
+    return run
+
+
+@_fused
 def _further_place(position: mx.array, last: mx.array) -> mx.array:
     return position + (last + 1) * mx.array([0, 1], dtype=mx.uint32)
 
 
-@mx.compile
+@_fused
+def behind(meta: mx.array, latest: mx.array) -> mx.array:
+    """*meta*, computed after *latest*."""
+    return meta + never(latest)
+
+
+@_fused
 def _further(meta: mx.array, last: mx.array, first: mx.array) -> mx.array:
     return meta + first * (last.astype(mx.int32) + 1)
 

@@ -148,7 +148,9 @@ class Following:
         """Draft behind the rows in flight, those up to *last* of which hold; *tokens* uint32 [R] were drawn."""
         rows = self._flying[-1]
         rows.read = True
-        return self._head.draft_behind(tokens, rows.states, last, ask, rows.start)
+        # Where nothing waits the head is where these rows begin, and the device knows where that is.
+        start = rows.start if self.waiting else None
+        return self._head.draft_behind(tokens, rows.states, last, ask, start)
 
     def _hold(self, states: mx.array) -> None:
         self._waiting.append(states)

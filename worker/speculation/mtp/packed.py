@@ -14,8 +14,7 @@ from typing import Final, NamedTuple, cast
 
 import mlx.core as mx
 
-from worker.engine.dense_in_place import never
-from worker.engine.host_tables import HostTables, further, further_place
+from worker.engine.host_tables import HostTables, behind, further, further_place
 from worker.engine.packed import Linear, Packed, pack_block, pack_linear
 from worker.engine.verify_bank import SIZES, Products, Switches, size_for
 from worker.kernels import disk_cache
@@ -130,9 +129,8 @@ class PackedHead:
                 guess = self._run(tokens[-1], guess.states, ROW_0, guess.meta, first=False)
                 position = further_place(position, ROW_0)
             tokens.append(ask.draws(guess.logits, position).token)
-        drafted = mx.concatenate(tokens)
-        mx.async_eval(drafted)  # type: ignore[no-untyped-call]
-        return drafted
+        # Not evaluated by itself: the forward over it is launched at once, and each launch costs the host.
+        return tokens[0] if len(tokens) == 1 else mx.concatenate(tokens)
 
     def draft_behind(
         self, tokens: mx.array, states: mx.array, last: mx.array, ask: Ask, start: int | None
@@ -156,7 +154,7 @@ class PackedHead:
 
     def _after(self, meta: mx.array) -> mx.array:
         """*meta*, after all that was started."""
-        return meta if self._latest is None else meta + never(self._latest)
+        return meta if self._latest is None else behind(meta, self._latest)
 
     def settle(self) -> None:
         """Wait for all that was started."""
