@@ -18,6 +18,8 @@ Ids = npt.NDArray[np.int32]
 _LOOK: Final = 64
 # The numbers of taught positions of a batch are multiples of this at least.
 _LEAST: Final = 64
+# A loop has at most this period and repeats at least so many ids; what comes before it has to be worth a text.
+_PERIOD, _LOOP, _LEAST_KEPT = 64, 40, 32
 
 
 class Text(NamedTuple):
@@ -76,6 +78,7 @@ def _draw(logits: mx.array, warmth: mx.array, key: mx.array) -> mx.array:
 def _cut(prompt: Sequence[int], answer: Ids, eos_ids: frozenset[int]) -> Text:
     ends = np.flatnonzero(np.isin(answer, list(eos_ids)))
     kept = answer[: ends[0] + 1] if ends.size else answer
+    kept = kept[: before_loop(kept)]
     return Text(np.concatenate([np.array(prompt, np.int32), kept]), len(prompt))
 
 
@@ -115,6 +118,24 @@ def load(path: Path) -> list[Text]:
     with np.load(path) as kept:
         parts = np.split(kept["ids"], np.cumsum(kept["lengths"])[:-1])
         return [Text(ids, int(prompt)) for ids, prompt in zip(parts, kept["prompts"], strict=True)]
+
+
+def before_loop(answer: Ids) -> int:
+    """How many ids of *answer* come before it only repeats itself, once included; all where that is hardly any.
+
+    A small model's greedy answers often end in a loop. It teaches nothing, and a head that knows loops alone looks
+    good by it. A loop is up to `_PERIOD` ids that come again, for as long as they are and `_LOOP` ids at least.
+    """
+    count, least = len(answer), len(answer)
+    for period in range(1, min(_PERIOD, count - _LOOP) + 1):
+        same = answer[period:] == answer[:-period]
+        breaks = np.flatnonzero(np.concatenate([[True], ~same, [True]]))
+        runs = np.diff(breaks) - 1
+        found = np.flatnonzero(runs >= max(_LOOP, period))
+        if found.size:
+            # The run begins one period behind the first of the ids that come again.
+            least = min(least, int(breaks[found[0]]) + period)
+    return least if least >= _LEAST_KEPT else count
 
 
 class Batch(NamedTuple):
