@@ -95,7 +95,8 @@ class Settings:
     trace_file: Path | None = _setting(None, "Write spans to this file, one JSON object a line.")
     otlp_endpoint: str = _setting("", "Send spans to this OTLP/HTTP collector, as OTEL_EXPORTER_OTLP_ENDPOINT.")
     http: str = _setting(
-        "", "Health, metrics and a page on this HOST:PORT; auto: 127.0.0.1:8000 or a free port, as `serve`; off."
+        "",
+        "Health, metrics, page on this HOST:PORT; auto: 127.0.0.1:8000 or a free one (serve, services); off.",
     )
     http_remote: bool = _setting(default=False, text="Let other machines reach --http, unencrypted.")
     trace_prompts: bool = _setting(default=False, text="Put prompts and answers into spans as well.")
