@@ -129,6 +129,8 @@ class Systemd:
 
     def install(self, unit: Unit) -> None:
         """Write the unit; one that runs is started anew."""
+        # A systemd that does not answer leaves no half of an installation behind.
+        _systemctl("show", "--property=Version")
         _write(self.file(unit), self.text(unit))
         _systemctl("daemon-reload")
         _systemctl("enable", unit.unit)
@@ -186,7 +188,15 @@ def _write(file: Path, text: bytes) -> None:
 
 
 def _systemctl(*words: str, may_fail: bool = False, stop_s: float = 0.0) -> subprocess.CompletedProcess[str]:
-    return _ask("systemctl", "--user", *words, may_fail=may_fail, limit_s=COMMAND_LIMIT_S + stop_s)
+    try:
+        return _ask("systemctl", "--user", *words, may_fail=may_fail, limit_s=COMMAND_LIMIT_S + stop_s)
+    except ServiceError as error:
+        if "connect to bus" not in str(error):
+            raise
+        raise ServiceError(
+            f"{error}. This user has no systemd of its own here: log in as it (not by su or sudo), "
+            "`loginctl enable-linger` keeps it; or run `mtplx serve`."
+        ) from None
 
 
 def _ask(
