@@ -301,10 +301,12 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 def _from_file(config: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
     asked = config or (Path(environ[f"{PREFIX}CONFIG"]) if environ.get(f"{PREFIX}CONFIG") else None)
     path = asked or paths.default_config()
-    if asked is None and not path.exists():
-        return {}
     try:
         table = tomllib.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if asked is None:
+            return {}
+        raise SettingsError(f"The settings file {path} cannot be read: {error}.") from error
     except (OSError, ValueError) as error:
         raise SettingsError(f"The settings file {path} cannot be read: {error}.") from error
     given = {}
@@ -321,7 +323,7 @@ def _parsed(where: str, name: str, value: Any) -> Any:
         if wanted == "SchedulerMode":
             return SchedulerMode(value)
         if wanted in ("Path", "Path | None"):
-            return Path(value).expanduser().absolute()
+            return paths.expanded(value).absolute()
         if wanted == "bool":
             return _switch(value)
         if wanted in ("int", "float"):

@@ -21,6 +21,7 @@ from mtplx.cli.options import load_settings, settings_options
 from mtplx.endpoints import LOOPBACK
 from mtplx.errors import Exit, SettingsError
 from mtplx.logs import printable
+from mtplx.paths import exists
 from mtplx.settings import Settings
 
 # A program that says nothing for so long is given up; loading MLX takes seconds.
@@ -125,7 +126,7 @@ def _model(settings: Settings, runs: Run) -> Iterator[Finding]:
 
 
 def _journal(settings: Settings, runs: Run) -> Iterable[Finding]:
-    if settings.durability == "none" or not (settings.state_folder / "journal.db").exists():
+    if settings.durability == "none" or not exists(settings.state_folder / "journal.db"):
         return []
     done = runs(JOURNAL, settings)
     if done is None:

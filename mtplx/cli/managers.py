@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from mtplx.errors import ServiceError
+from mtplx.paths import exists
 from mtplx.services import STOP_GRACE_S, Unit, plist, systemd_unit
 
 COMMAND_LIMIT_S: Final = 60.0
@@ -139,7 +140,7 @@ class Systemd:
 
     def uninstall(self, unit: Unit) -> None:
         """Stop and disable the unit; one that is not there is as good."""
-        absent = not self.file(unit).exists()
+        absent = not exists(self.file(unit))
         _systemctl("disable", "--now", unit.unit, may_fail=absent, stop_s=unit.stop_s)
         self.file(unit).unlink(missing_ok=True)
         _systemctl("daemon-reload")
@@ -169,7 +170,7 @@ class Systemd:
 
 
 def _installed(file: Path) -> Path:
-    if not file.exists():
+    if not exists(file):
         raise ServiceError(f"{file} is not there; run `mtplx service install` first.")
     return file
 
