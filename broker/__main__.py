@@ -96,6 +96,8 @@ def main(exit_with_stdin: bool, service: str | None, **flags: Any) -> None:
     """The mtplx broker: one line, one slot, one worker."""
     run = partial(serve, watch_stdin=exit_with_stdin, page=service is not None)
     run_program("mtplx-broker", run, flags, service=service)
+    # All is closed. Else Python would once more look for cycles among all known jobs, for most of the exit's time.
+    gc.freeze()
 
 
 if __name__ == "__main__":
