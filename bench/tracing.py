@@ -1,10 +1,10 @@
 """What tracing costs a job's dispatch, and what a collector that is away costs the exit.
 
 One broker with its worker for each state of the collector, and one without tracing; all live at once. Each round
-asks each of them once, in a drawn order: what disturbs the machine disturbs all alike. Several sets of brokers take
-turns, since a process may have luck with its core for all its life; of their exits the longest counts. Dispatch: from SUBMIT to
-the worker's start. The collectors are processes of their own. Also measured: bursts, in which the next job comes
-at once after the last word of the one before, and the time from SIGTERM to the broker's end.
+asks each of them once, in a drawn order: what disturbs the machine disturbs all alike. Several sets of brokers
+take turns: a process may have luck with its core for all its life. Of their exits, from SIGTERM to the end, the
+longest counts. Dispatch: from SUBMIT to the worker's start. The collectors are processes of their own. Also
+measured: bursts, in which the next job comes at once after the last word of the one before.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def line(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> Iterator[Lin
 
 
 @click.command()
-@click.option("--rounds", default=3000, help="Dispatches measured of each broker.")
+@click.option("--rounds", default=4000, help="Dispatches measured of each broker.")
 @click.option("--burst", default=20, help="Jobs one after the other without a pause, in the second measurement.")
 @click.option("--sets", default=5, help="Sets of fresh brokers that share the rounds: one process may be lucky.")
 def main(rounds: int, burst: int, sets: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final
 from mtplx import paths
 from mtplx.endpoints import check_endpoint, leaves_machine, one_place
 from mtplx.errors import SettingsError
-from mtplx.http_place import HttpPlace, http_place
+from mtplx.http_place import HttpPlace, http_place, is_http_address
 from mtplx.sizes import parse_size
 
 PREFIX: Final = "MTPLX_"
@@ -151,7 +151,7 @@ class Settings:
                 "it must be auto, or a size such as 512MB, 4GB or 1.5GiB."
             ) from None
         _ = self.http_place
-        if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
+        if self.otlp_endpoint and not is_http_address(self.otlp_endpoint):
             raise SettingsError(
                 f"--otlp-endpoint {self.otlp_endpoint!r} is no collector's address; write http://127.0.0.1:4318."
             )
