@@ -73,7 +73,7 @@ def _absolute(settings: Settings) -> Settings:
         if (value := getattr(settings, name)) and paths.is_file(paths.expanded(value))
     }
     if settings.mtp:
-        files["mtp"] = str(Path(settings.mtp).expanduser().absolute())
+        files["mtp"] = str(paths.expanded(settings.mtp).absolute())
     kind, _, path = settings.draft.partition(":")
     if path and paths.is_folder(paths.expanded(path)):
         files["draft"] = f"{kind}:{paths.expanded(path).absolute()}"

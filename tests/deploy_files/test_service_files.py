@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from deploy_files import launchd
 from deploy_files.homes import Home, home
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tools import need
 from whole.harness import ROOT
@@ -101,6 +101,7 @@ def test_a_service_is_killed_only_after_its_drain_and_restarted_for_what_does_no
 # --- second readers
 
 
+@settings(deadline=None)
 @given(units())
 def test_both_forms_give_back_every_path_and_variable(unit):
     keys = plistlib.loads(plist(unit))

@@ -129,7 +129,9 @@ def test_a_folder_that_is_a_file_or_a_link_is_told(run_dir: Path, tmp_path: Path
 UNSEEN = f"/{'x' * 5000}"
 
 
-@pytest.mark.parametrize("flag", ["cache_dir", "state_dir", "trace_file", "model", "draft", "key", "server_key"])
+@pytest.mark.parametrize(
+    "flag", ["cache_dir", "state_dir", "trace_file", "model", "draft", "mtp", "key", "server_key"]
+)
 @pytest.mark.parametrize("where", [UNSEEN, "~nobody-of-that-name/x"])
 def test_paths_where_nothing_can_be_seen_are_told_or_left_to_who_needs_them(
     run_dir: Path, flag: str, where: str
