@@ -16,6 +16,7 @@ import os
 import resource
 import secrets
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -31,6 +32,7 @@ from broker.telemetry import open_telemetry
 from mtplx import __version__
 from mtplx.cli.options import settings_options
 from mtplx.cli.program import MANAGERS, Program, run_program
+from mtplx.http_place import AUTO
 from mtplx.settings import Settings
 
 log = logging.getLogger("mtplx.broker")
@@ -41,14 +43,18 @@ MAX_FILES: Final = 10_240
 GC_OBJECTS: Final = 20_000
 
 
-def serve(settings: Settings, *, watch_stdin: bool = False) -> None:
+def serve(settings: Settings, *, watch_stdin: bool = False, page: bool = False) -> None:
     """Run the broker until SIGTERM or SIGINT has drained it.
+
+    page: it has an HTTP port, unless the settings say otherwise.
 
     Raises:
         LockedError: another broker holds the endpoints or the journal.
         JournalError: the journal is damaged, of another version, or cannot be read or written.
         SettingsError: an endpoint, a key, the trace file or the collector's address cannot be used.
     """
+    if page and not settings.http:
+        settings = replace(settings, http=AUTO)
     os.umask(0o077)
     check_keys(settings)
     _allow_many_files()
@@ -88,7 +94,10 @@ def _allow_many_files() -> None:
 @settings_options
 def main(exit_with_stdin: bool, service: str | None, **flags: Any) -> None:
     """The mtplx broker: one line, one slot, one worker."""
-    run_program("mtplx-broker", partial(serve, watch_stdin=exit_with_stdin), flags, service=service)
+    run = partial(serve, watch_stdin=exit_with_stdin, page=service is not None)
+    run_program("mtplx-broker", run, flags, service=service)
+    # All is closed. Else Python would once more look for cycles among all known jobs, for most of the exit's time.
+    gc.freeze()
 
 
 if __name__ == "__main__":

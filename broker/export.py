@@ -7,6 +7,7 @@ a broker needs beyond that is here: room that is counted, a time limit, and a lo
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 
 from broker import names
 from broker.tracefile import LineFile
+from mtplx.http_place import is_http_address
 from mtplx.settings import Settings
 
 # A collector that does not answer costs an export thread this long, MOST where the variable asks for more.
@@ -179,6 +181,9 @@ def _address(signal: str, settings: Settings, variables: Mapping[str, str], wron
     own = variables.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT", "").strip()
     general = settings.otlp_endpoint
     # The general variable has become the setting; one that differs was given to us alone.
+    if own and not is_http_address(own):
+        wrong.append(f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT={own} is not followed: it is no HTTP address.")
+        own = ""
     if own and general == variables.get("OTEL_EXPORTER_OTLP_ENDPOINT", "").strip():
         address = own
     else:
@@ -206,9 +211,12 @@ def _timeout_s(variables: Mapping[str, str], wrong: list[str]) -> float:
     for name in ("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT"):
         if name in variables:
             try:
-                return min(max(float(variables[name]), 0.1), MOST_TIMEOUT_S)
+                asked = float(variables[name])
             except ValueError:
-                wrong.append(f"{name}={variables[name]} is not followed: it must be a number.")
+                asked = math.nan
+            if not math.isnan(asked):
+                return min(max(asked, 0.1), MOST_TIMEOUT_S)
+            wrong.append(f"{name}={variables[name]} is not followed: it must be a number.")
     return EXPORT_TIMEOUT_S
 
 

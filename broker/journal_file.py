@@ -52,7 +52,10 @@ def open_journal(folder: Path, durability: str) -> Journal:
 
 def hold(folder: Path) -> int:
     """The lock on the journal in *folder*; raises LockedError and SettingsError."""
-    busy = f"Another process ({{holder}}) holds the journal in {folder}; stop it, or choose another --state-dir."
+    busy = (
+        f"Another process ({{holder}}) holds the journal in {folder}; stop it, or choose another --run-dir "
+        "(or --state-dir, where that is set)."
+    )
     return lock.take(folder / "journal.lock", busy)
 
 

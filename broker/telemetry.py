@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
 from broker.admission import Moment
@@ -119,7 +119,7 @@ def open_telemetry(
     depth: the number of jobs that wait. exposed: whether somebody will ask for the exposition.
 
     Raises:
-        SettingsError: spans are wanted and cannot be written, or need the extra.
+        SettingsError: spans are wanted and cannot be written, or need the extra; or a variable is wrong.
     """
     variables = otel_variables()
     pushed = settings.otlp_endpoint or any(
@@ -128,12 +128,27 @@ def open_telemetry(
     if not (exposed or pushed or settings.trace_file):
         return None
     try:
-        # An optional extra, which takes half a second to import: without it, or a use for it, the broker runs too.
-        from broker import export, metrics, tracing  # noqa: PLC0415
+        return _opened(settings, variables, identity, depth, exposed=exposed)
     except ImportError as error:
         if pushed or settings.trace_file:
             raise SettingsError(f"Tracing needs the extra: {EXTRA}.") from error
         return Telemetry(None, NoMetrics())
+    except ValueError as error:
+        # The SDK reads variables of its own.
+        raise SettingsError(f"A variable of OpenTelemetry is wrong: {error}.") from error
+
+
+def _opened(
+    settings: Settings,
+    variables: Mapping[str, str],
+    identity: Identity,
+    depth: Callable[[], int],
+    *,
+    exposed: bool,
+) -> Telemetry | None:
+    # An optional extra, which takes half a second to import: without it, or a use for it, the broker runs too.
+    from broker import export, metrics, tracing  # noqa: PLC0415
+
     to = export.Destinations.of(settings, variables)
     for sentence in to.wrong:
         log.warning(sentence)

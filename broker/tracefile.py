@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import stat
 from pathlib import Path
 
 
@@ -15,7 +17,12 @@ class LineFile(io.TextIOBase):
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
+        # What is no file, such as a pipe that nobody reads, would keep the caller waiting for ever.
+        number = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        self._file = open(number, "ab", buffering=0)  # noqa: SIM115, PTH123 - closed by `close`
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            self._file.close()
+            raise OSError(errno.EINVAL, "it is no plain file", str(path))
 
     def write(self, text: str) -> int:
         """Append *text*; what was written of it is taken back where the rest does not fit."""

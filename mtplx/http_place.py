@@ -1,4 +1,4 @@
-"""Where the broker's HTTP port is, as `--http` and `--http-remote` say it."""
+"""Where the broker's HTTP port is, as `--http` and `--http-remote` say it; and what an HTTP address is."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Final
+from urllib.parse import urlsplit
 
 from mtplx.errors import SettingsError
 
@@ -58,3 +59,13 @@ def http_place(text: str, *, remote: bool) -> HttpPlace | None:
             f"127.0.0.1:{found['port']}, or add --http-remote if that is meant."
         )
     return HttpPlace(str(address), int(found["port"]), yields=text == AUTO)
+
+
+def is_http_address(text: str) -> bool:
+    """Whether *text* is an address by http or https that a program may ask."""
+    try:
+        found = urlsplit(text)
+        # A port that is none raises when it is looked at.
+        return found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
+    except ValueError:
+        return False

@@ -22,7 +22,7 @@ from zmq.utils import z85
 
 from mtplx.endpoints import leaves_machine
 from mtplx.errors import SettingsError
-from mtplx.paths import private_folder
+from mtplx.paths import exists, expanded, is_file, is_folder, private_folder
 from mtplx.settings import Settings
 
 KEY_CHARACTERS: Final = 40
@@ -183,7 +183,7 @@ def broker_pair(settings: Settings) -> KeyPair:
         SettingsError: there is none, or its folder or file is open to others.
     """
     folder = key_folder(settings)
-    if not (folder / f"{BROKER}{SECRET}").exists():
+    if not exists(folder / f"{BROKER}{SECRET}"):
         raise SettingsError(
             f"Encryption needs a key of the broker, and {folder} has none. Run: mtplx keys new {BROKER}"
         )
@@ -222,24 +222,24 @@ def _server_key(settings: Settings, why: str) -> str:
     if is_public_key(given):
         return given
     ours = key_folder(settings) / f"{BROKER}{PUBLIC}"
-    if given and not Path(given).expanduser().is_file():
+    if given and not is_file(expanded(given)):
         raise SettingsError(
             f"--server-key {given!r} is neither a public key of {KEY_CHARACTERS} characters nor a file with one."
         )
-    if not given and not ours.is_file():
+    if not given and not is_file(ours):
         raise SettingsError(
             f"{why}, which needs the broker's public key: give it with --server-key. `mtplx keys list` shows it "
             "where the broker runs."
         )
-    return load_public(Path(given).expanduser() if given else ours)
+    return load_public(expanded(given) if given else ours)
 
 
 def _secret_file(settings: Settings) -> Path:
     given = settings.key
     if os.sep in given or given.endswith(SECRET):
-        return Path(given).expanduser()
+        return expanded(given)
     check_name(given)
     folder = key_folder(settings)
-    if folder.is_dir():
+    if is_folder(folder):
         private_folder(folder, "--state-dir")
     return folder / f"{given}{SECRET}"

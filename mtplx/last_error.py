@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from mtplx.errors import EXITS, Exit
+from mtplx.logs import printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ def clear(folder: Path, program: str) -> None:
 def read(folder: Path, program: str) -> LastError | None:
     """Why *program* last ended; None where it ended as asked, or that is not known."""
     try:
-        return LastError(**json.loads(_path(folder, program).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        found = json.loads(_path(folder, program).read_text(encoding="utf-8"))
+        return LastError(printable(str(found["at"])), int(found["exit_code"]), printable(str(found["message"])))
+    except (OSError, ValueError, TypeError, LookupError, OverflowError, RecursionError):
         return None

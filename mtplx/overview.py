@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any, Final
 
+from mtplx.logs import printable
+
 # Rows of the line that are shown; the rest is a number.
 MAX_ROWS: Final = 8
 MINUTE_S: Final = 60
@@ -17,12 +19,12 @@ Found = dict[str, Any]
 
 
 def overview(health: Found) -> Found:
-    """What is shown of *health*, as plain lists, maps and strings; anything may be missing in it.
+    """What is shown of *health*, as plain lists, maps and printable strings; anything may be missing in it.
 
     tone: `idle`, `busy` or `wrong`. Times of day are those of this machine.
     """
     tone, headline, sentence = _headline(health)
-    return {
+    shown = {
         "tone": tone,
         "headline": headline,
         "sentence": sentence,
@@ -36,6 +38,16 @@ def overview(health: Found) -> Found:
         "worker": _worker(health),
         "faults": [_fault(one) for one in _map(health, "recent").get("faults", [])],
     }
+    return {name: _printable(value) for name, value in shown.items()}
+
+
+def _printable(value: Any) -> Any:
+    """*value* with all its texts harmless to a terminal: a worker tells of itself what it likes."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {name: _printable(one) for name, one in value.items()}
+    return [_printable(one) for one in value] if isinstance(value, list) else value
 
 
 def seconds(value: float | None) -> str:

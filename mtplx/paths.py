@@ -14,6 +14,33 @@ from mtplx.errors import SettingsError
 MAX_IPC_PATH: Final = 103
 
 
+def exists(path: Path) -> bool:
+    """Whether a thing is seen at *path*; `Path.exists` raises where nobody may look, or a name is too long."""
+    return os.path.exists(path)  # noqa: PTH110
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder can be seen at *path*."""
+    return os.path.isdir(path)  # noqa: PTH112
+
+
+def is_file(path: Path) -> bool:
+    """Whether a file can be seen at *path*."""
+    return os.path.isfile(path)  # noqa: PTH113
+
+
+def expanded(text: str | Path) -> Path:
+    """The path *text* with the home folder in the place of `~`.
+
+    Raises:
+        SettingsError: there is no such home folder.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise SettingsError(f"{text} begins with no home folder known here; write it from the root.") from None
+
+
 def home() -> Path:
     """The user's home folder.
 

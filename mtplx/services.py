@@ -18,8 +18,6 @@ from mtplx.errors import EXITS, SettingsError
 from mtplx.settings import Settings
 
 PROGRAMS: Final = ("broker", "worker")
-# Where the broker's service has its page, health and metrics, unless the settings say something else.
-HTTP: Final = "127.0.0.1:8000"
 SEARCH_PATH: Final = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 # Both managers start a program that ended anew after this long, and no sooner.
 THROTTLE_S: Final = 10
@@ -190,10 +188,9 @@ def unit_of(
     Raises:
         SettingsError: something cannot stand in a service file.
     """
-    http = ("--http", HTTP) if name == "broker" and not settings.http else ()
     return Unit(
         name=name,
-        command=(python, "-P", "-m", name, *http),
+        command=(python, "-P", "-m", name),
         folder=home / ".mtplx",
         logs=logs,
         environment={"HOME": str(home), "PATH": SEARCH_PATH, **given},

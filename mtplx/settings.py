@@ -16,7 +16,7 @@ from typing import Any, Final
 from mtplx import paths
 from mtplx.endpoints import check_endpoint, leaves_machine, one_place
 from mtplx.errors import SettingsError
-from mtplx.http_place import HttpPlace, http_place
+from mtplx.http_place import HttpPlace, http_place, is_http_address
 from mtplx.sizes import parse_size
 
 PREFIX: Final = "MTPLX_"
@@ -95,7 +95,8 @@ class Settings:
     trace_file: Path | None = _setting(None, "Write spans to this file, one JSON object a line.")
     otlp_endpoint: str = _setting("", "Send spans to this OTLP/HTTP collector, as OTEL_EXPORTER_OTLP_ENDPOINT.")
     http: str = _setting(
-        "", "Health, metrics and a page on this HOST:PORT; auto: 127.0.0.1:8000 or a free port, as `serve`; off."
+        "",
+        "Health, metrics, page on this HOST:PORT; auto: 127.0.0.1:8000 or a free one (serve, services); off.",
     )
     http_remote: bool = _setting(default=False, text="Let other machines reach --http, unencrypted.")
     trace_prompts: bool = _setting(default=False, text="Put prompts and answers into spans as well.")
@@ -150,7 +151,7 @@ class Settings:
                 "it must be auto, or a size such as 512MB, 4GB or 1.5GiB."
             ) from None
         _ = self.http_place
-        if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
+        if self.otlp_endpoint and not is_http_address(self.otlp_endpoint):
             raise SettingsError(
                 f"--otlp-endpoint {self.otlp_endpoint!r} is no collector's address; write http://127.0.0.1:4318."
             )
@@ -300,10 +301,12 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 def _from_file(config: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
     asked = config or (Path(environ[f"{PREFIX}CONFIG"]) if environ.get(f"{PREFIX}CONFIG") else None)
     path = asked or paths.default_config()
-    if asked is None and not path.exists():
-        return {}
     try:
         table = tomllib.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if asked is None:
+            return {}
+        raise SettingsError(f"The settings file {path} cannot be read: {error}.") from error
     except (OSError, ValueError) as error:
         raise SettingsError(f"The settings file {path} cannot be read: {error}.") from error
     given = {}
@@ -320,7 +323,7 @@ def _parsed(where: str, name: str, value: Any) -> Any:
         if wanted == "SchedulerMode":
             return SchedulerMode(value)
         if wanted in ("Path", "Path | None"):
-            return Path(value).expanduser().absolute()
+            return paths.expanded(value).absolute()
         if wanted == "bool":
             return _switch(value)
         if wanted in ("int", "float"):

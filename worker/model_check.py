@@ -8,6 +8,7 @@ import click
 from huggingface_hub import try_to_load_from_cache
 
 from mtplx.cli.program import run_program
+from mtplx.paths import exists, expanded
 from mtplx.settings import Settings
 from worker.engine.files import HUB_ID, check_model_files, resolve_model
 
@@ -19,7 +20,7 @@ def main() -> None:
 
 def _look(settings: Settings) -> None:
     name = settings.model
-    if HUB_ID.fullmatch(name) and not Path(name).expanduser().exists():
+    if HUB_ID.fullmatch(name) and not exists(expanded(name)):
         cached = try_to_load_from_cache(name, "config.json")
         if not isinstance(cached, str):
             click.echo(f"{name} is not fetched yet; the first start fetches it from Hugging Face.")

@@ -13,6 +13,7 @@ from typing import Any
 
 from mtplx import __version__
 from mtplx.job import MAX_INT
+from mtplx.paths import expanded
 from mtplx.settings import Settings
 from worker.engine.build import build
 from worker.engine.draw import WARM_ROWS
@@ -43,7 +44,7 @@ def start(settings: Settings, *, watch_stdin: bool = False) -> Worker:
     # Before minutes of loading, and in modes that do not draft too.
     check_draft_files(settings.draft, settings.cache_dir)
     if settings.mtp:
-        read_config(Path(settings.mtp).expanduser())
+        read_config(expanded(settings.mtp))
     loaded = load(path)
     rows = SIZES if may_draft(settings) else WARM_ROWS
     with compiling(Wanted.of(loaded, rows), None if settings.reference else kernels) as compiled:

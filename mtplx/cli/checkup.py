@@ -15,7 +15,7 @@ from mtplx.cli.connect import listens
 from mtplx.errors import SettingsError
 from mtplx.keys import credentials
 from mtplx.overview import size
-from mtplx.paths import check_private
+from mtplx.paths import check_private, exists, is_folder
 from mtplx.settings import Settings
 
 # Below the first a journal soon cannot be written; below the second a model may not fit.
@@ -88,7 +88,7 @@ def _private(flag: str, folder: Path) -> Finding:
 
 def _to_be_made(flag: str, folder: Path) -> Finding:
     above = _existing(folder)
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+    if not is_folder(above) or not os.access(above, os.W_OK | os.X_OK):
         return wrong(
             "folders", f"{folder} is not there, and {above} cannot be written to.", f"Choose another {flag}."
         )
@@ -96,15 +96,15 @@ def _to_be_made(flag: str, folder: Path) -> Finding:
 
 
 def _writable(folder: Path) -> Finding:
-    if not folder.exists():
+    if not exists(folder):
         return _to_be_made("--cache-dir", folder)
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+    if not is_folder(folder) or not os.access(folder, os.W_OK | os.X_OK):
         return wrong("folders", f"{folder} is no folder that can be written to.", "Choose another --cache-dir.")
     return well("folders", f"{folder} can be written to.")
 
 
 def _existing(path: Path) -> Path:
-    return next(one for one in (path, *path.parents) if one.exists())
+    return next(one for one in (path, *path.parents) if exists(one))
 
 
 def _socket(side: str, endpoint: str) -> Iterator[Finding]:

@@ -206,7 +206,7 @@ def _report(console: Console, producers: list[Producer], health: dict[str, Any],
     console.print("\nscheduler", style="bold")
     print_map(health.get("scheduler", {}))
     console.print("\nspans", style="bold")
-    console.print(tree_of(roots))
+    console.print(tree_of(roots, console.width))
 
 
 def _table(producers: list[Producer]) -> Table:

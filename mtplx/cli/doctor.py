@@ -20,6 +20,8 @@ from mtplx.cli.checkup_broker import of_the_broker
 from mtplx.cli.options import load_settings, settings_options
 from mtplx.endpoints import LOOPBACK
 from mtplx.errors import Exit, SettingsError
+from mtplx.logs import printable
+from mtplx.paths import exists
 from mtplx.settings import Settings
 
 # A program that says nothing for so long is given up; loading MLX takes seconds.
@@ -50,9 +52,9 @@ def doctor(context: click.Context, /, as_json: bool, **flags: Any) -> None:
         click.echo(json.dumps({"well": not bad, "findings": [asdict(one) for one in found]}, indent=2))
     else:
         for one in found:
-            click.echo(f"{MARKS[one.state]} {one.about:<9} {one.sentence}")
+            click.echo(printable(f"{MARKS[one.state]} {one.about:<9} {one.sentence}"))
             if one.advice:
-                click.echo(f"{'':<15} -> {one.advice}")
+                click.echo(printable(f"{'':<15} -> {one.advice}"))
         click.echo(f"{len(bad)} of {len(found)} findings are wrong." if bad else "All is well.")
     context.exit(int(Exit.FAILED) if bad else 0)
 
@@ -124,7 +126,7 @@ def _model(settings: Settings, runs: Run) -> Iterator[Finding]:
 
 
 def _journal(settings: Settings, runs: Run) -> Iterable[Finding]:
-    if settings.durability == "none" or not (settings.state_folder / "journal.db").exists():
+    if settings.durability == "none" or not exists(settings.state_folder / "journal.db"):
         return []
     done = runs(JOURNAL, settings)
     if done is None:

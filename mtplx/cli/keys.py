@@ -13,6 +13,7 @@ from mtplx.allowed import OPERATOR, PRODUCER, WORKER, Allowed, change, read
 from mtplx.cli.options import load_settings, state_options
 from mtplx.errors import SettingsError
 from mtplx.keys import BROKER, PUBLIC, check_name, is_public_key, key_folder, load_public, make
+from mtplx.paths import exists, is_file
 
 DEFAULT_NAME: Final = "producer"
 _ROW: Final = "{:<9} {:<24} {}"
@@ -121,7 +122,7 @@ def _found(folder: Path, key: str) -> tuple[str, str]:
     """The public key that *key* means, and its name where it has one here."""
     if is_public_key(key):
         return key, ""
-    if Path(key).suffix == PUBLIC and Path(key).is_file():
+    if Path(key).suffix == PUBLIC and is_file(Path(key)):
         return load_public(Path(key)), Path(key).stem
     check_name(key)
     public = _public_of(folder, key)
@@ -135,7 +136,7 @@ def _found(folder: Path, key: str) -> tuple[str, str]:
 
 def _public_of(folder: Path, name: str) -> str | None:
     file = folder / f"{name}{PUBLIC}"
-    return load_public(file) if file.exists() else None
+    return load_public(file) if exists(file) else None
 
 
 def _next_name(taken: set[str]) -> str:

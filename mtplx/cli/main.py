@@ -25,6 +25,7 @@ from mtplx.cli.service import service
 from mtplx.cli.top import top
 from mtplx.cli.trace import trace
 from mtplx.errors import MtplxError, WireError
+from mtplx.logs import printable
 
 
 def for_people(error: MtplxError) -> str:
@@ -43,7 +44,7 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except MtplxError as error:
-            click.echo(f"mtplx: {for_people(error)}", err=True)
+            click.echo(f"mtplx: {printable(for_people(error))}", err=True)
             ctx.exit(int(error.exit_code))
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)

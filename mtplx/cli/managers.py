@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from mtplx.errors import ServiceError
+from mtplx.paths import exists
 from mtplx.services import STOP_GRACE_S, Unit, plist, systemd_unit
 
 COMMAND_LIMIT_S: Final = 60.0
@@ -129,6 +130,8 @@ class Systemd:
 
     def install(self, unit: Unit) -> None:
         """Write the unit; one that runs is started anew."""
+        # A systemd that does not answer leaves no half of an installation behind.
+        _systemctl("show", "--property=Version")
         _write(self.file(unit), self.text(unit))
         _systemctl("daemon-reload")
         _systemctl("enable", unit.unit)
@@ -137,7 +140,7 @@ class Systemd:
 
     def uninstall(self, unit: Unit) -> None:
         """Stop and disable the unit; one that is not there is as good."""
-        absent = not self.file(unit).exists()
+        absent = not exists(self.file(unit))
         _systemctl("disable", "--now", unit.unit, may_fail=absent, stop_s=unit.stop_s)
         self.file(unit).unlink(missing_ok=True)
         _systemctl("daemon-reload")
@@ -167,7 +170,7 @@ class Systemd:
 
 
 def _installed(file: Path) -> Path:
-    if not file.exists():
+    if not exists(file):
         raise ServiceError(f"{file} is not there; run `mtplx service install` first.")
     return file
 
@@ -186,7 +189,15 @@ def _write(file: Path, text: bytes) -> None:
 
 
 def _systemctl(*words: str, may_fail: bool = False, stop_s: float = 0.0) -> subprocess.CompletedProcess[str]:
-    return _ask("systemctl", "--user", *words, may_fail=may_fail, limit_s=COMMAND_LIMIT_S + stop_s)
+    try:
+        return _ask("systemctl", "--user", *words, may_fail=may_fail, limit_s=COMMAND_LIMIT_S + stop_s)
+    except ServiceError as error:
+        if "connect to bus" not in str(error):
+            raise
+        raise ServiceError(
+            f"{error}. This user has no systemd of its own here: log in as it (not by su or sudo), "
+            "`loginctl enable-linger` keeps it; or run `mtplx serve`."
+        ) from None
 
 
 def _ask(

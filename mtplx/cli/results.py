@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import IO, Any, Final, NamedTuple, Self
 
 from mtplx.errors import SettingsError
+from mtplx.paths import exists
 
 # How every result line begins: a first line that was cut off is told by it from a file of somebody else's.
 BEGINS: Final = b'{"line": '
@@ -54,7 +55,7 @@ class ResultsFile:
         Raises:
             SettingsError: it cannot be written, or holds anything but results of these jobs.
         """
-        if not self.path.exists():
+        if not exists(self.path):
             if not os.access(self.path.parent, os.W_OK):
                 raise SettingsError(f"-o {self.path}: there is no folder {self.path.parent} to write into.")
             return

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -21,6 +20,7 @@ from mtplx.cli.signals import Signals
 from mtplx.client import Client
 from mtplx.errors import EXITS, BrokerUnreachableError, Exit, WireError
 from mtplx.http_place import AUTO
+from mtplx.paths import expanded, is_folder
 from mtplx.settings import Settings
 
 TURN_S: Final = 0.2
@@ -249,8 +249,8 @@ def _end(child: Child, limit_s: float, hurry: Callable[[], bool]) -> None:
 
 def absolute_model(settings: Settings) -> Settings:
     """*settings* with a local model folder named from the root, wherever the children run."""
-    local = Path(settings.model).expanduser()
-    return replace(settings, model=str(local.absolute())) if local.is_dir() else settings
+    local = expanded(settings.model)
+    return replace(settings, model=str(local.absolute())) if is_folder(local) else settings
 
 
 def serve_until_told(settings: Settings, say: Callable[[str], None], **commands: Any) -> int:

@@ -58,7 +58,7 @@ def given_settings(flags: Mapping[str, Any], outer: Mapping[str, Any] | None) ->
     given = {key: value for key, value in here.items() if not key.startswith(PREFIX)}
     config = flags.get("config") or (outer or {}).get("config") or here.get(f"{PREFIX}CONFIG")
     if config:
-        given[f"{PREFIX}CONFIG"] = str(Path(config).expanduser().absolute())
+        given[f"{PREFIX}CONFIG"] = str(paths.expanded(config).absolute())
     for name in (item.name for item in fields(Settings) if item.name in asked - {"log_dir"}):
         value = getattr(loaded, name)
         given[PREFIX + name.upper()] = str(int(value)) if isinstance(value, bool) else str(value)
@@ -68,15 +68,15 @@ def given_settings(flags: Mapping[str, Any], outer: Mapping[str, Any] | None) ->
 def _absolute(settings: Settings) -> Settings:
     """*settings* with files of keys and of a draft model named from the root."""
     files: dict[str, Any] = {
-        name: str(Path(value).expanduser().absolute())
+        name: str(paths.expanded(value).absolute())
         for name in ("key", "server_key")
-        if (value := getattr(settings, name)) and Path(value).expanduser().is_file()
+        if (value := getattr(settings, name)) and paths.is_file(paths.expanded(value))
     }
     if settings.mtp:
-        files["mtp"] = str(Path(settings.mtp).expanduser().absolute())
+        files["mtp"] = str(paths.expanded(settings.mtp).absolute())
     kind, _, path = settings.draft.partition(":")
-    if path and Path(path).expanduser().is_dir():
-        files["draft"] = f"{kind}:{Path(path).expanduser().absolute()}"
+    if path and paths.is_folder(paths.expanded(path)):
+        files["draft"] = f"{kind}:{paths.expanded(path).absolute()}"
     return replace(settings, **files)
 
 
@@ -90,7 +90,7 @@ def _plain(name: str, manager: Manager) -> Unit:
     home = paths.home()
     unit = unit_of(name, Settings(), {}, home=home, logs=paths.default_logs(), python=_python())
     file = manager.file(unit)
-    return replace(unit, stop_s=stop_s_in(file.read_bytes()) or unit.stop_s) if file.exists() else unit
+    return replace(unit, stop_s=stop_s_in(file.read_bytes()) or unit.stop_s) if paths.exists(file) else unit
 
 
 @service.command()
@@ -158,7 +158,7 @@ def status(context: click.Context, /, programs: tuple[str, ...], manager: str | 
         unit = _plain(name, chosen)
         runs, words = chosen.state(unit)
         well = well and runs
-        installed = chosen.file(unit) if chosen.file(unit).exists() else "not installed"
+        installed = chosen.file(unit) if paths.exists(chosen.file(unit)) else "not installed"
         click.echo(f"{name}: {words}\n  file  {installed}\n  log   {logs}/mtplx-{name}.log")
         last = last_error.read(logs, f"mtplx-{name}")
         # One that runs has got over it.

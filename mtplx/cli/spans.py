@@ -6,12 +6,20 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
+from mtplx.logs import printable
+
 BAR: Final = 24
+# A narrower terminal shows no bars: it has room for ids or for them.
+BAR_FROM_WIDTH: Final = 110
+# A batch of spans with all their prompts and answers is shorter; in nanoseconds, the year 2262.
+MAX_LINE: Final = 64 * 1024**2
+MAX_NS: Final = 2**63
 # A chain deeper than any of ours is damaged, or was made to be.
 MAX_INDENT: Final = 60
 ERROR: Final = (2, "STATUS_CODE_ERROR")
@@ -27,11 +35,13 @@ SHOWN: Final = {
     "gen_ai.usage.output_tokens": "out",
     "mtplx.route": "route",
 }
+# Prompts and answers, where a file has them, are not held.
+KEPT: Final = {*SHOWN, JOB_ID}
 
 
 @dataclass(slots=True)
 class Span:
-    """One finished span. Times are nanoseconds since the epoch. events: name and time of each."""
+    """One finished span. Times: nanoseconds since the epoch. events: name and time of each. attributes: KEPT."""
 
     name: str
     trace: str
@@ -71,13 +81,21 @@ def read_spans(path: Path) -> Spans:
     """
     spans: list[Span] = []
     damaged = 0
-    with path.open("rb") as lines:
-        for line in lines:
+    with path.open("rb") as file:
+        for line in _lines(file):
             try:
                 spans += [_span(raw) for raw in _raw_spans(json.loads(line))]
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
                 damaged += 1
     return Spans(_trees(spans), damaged)
+
+
+def _lines(file: IO[bytes]) -> Iterator[bytes]:
+    """The lines of *file*; of one that is too long, its beginning."""
+    while line := file.readline(MAX_LINE):
+        yield line
+        while len(line) == MAX_LINE and not line.endswith(b"\n"):
+            line = file.readline(MAX_LINE)
 
 
 def _trees(spans: list[Span]) -> list[Span]:
@@ -90,20 +108,28 @@ def _trees(spans: list[Span]) -> list[Span]:
     return roots
 
 
-def tree_of(roots: list[Span]) -> Table:
-    """The spans as trees: name, time from the root's start, how long, where in the root's time, and notes."""
+def tree_of(roots: list[Span], width: int) -> Table:
+    """The spans as trees: name, time from the root's start, how long, where in the root's time, and notes.
+
+    width: columns of the terminal; below BAR_FROM_WIDTH nothing is drawn of where.
+    """
+    rows = [row for root in roots for row in _rows(root, root, "", "")]
+    longest = max((cell_len(row[0].plain) for row in rows), default=0)
     table = Table.grid(padding=(0, 2))
-    for justify in ("left", "right", "right", "left", "left"):
-        table.add_column(justify=justify, no_wrap=justify == "right")
-    for root in roots:
-        for row in _rows(root, root, "", ""):
-            table.add_row(*row)
+    table.add_column(min_width=min(longest, width // 2), overflow="fold")
+    for _ in range(2):
+        table.add_column(justify="right", no_wrap=True)
+    if width >= BAR_FROM_WIDTH:
+        table.add_column(no_wrap=True, min_width=BAR)
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*(row if width >= BAR_FROM_WIDTH else row[:3] + row[4:]))
     return table
 
 
 def _rows(span: Span, root: Span, own: str, below: str) -> Iterator[tuple[Text, ...]]:
     """The lines of *span*; *own* and *below* are what is drawn before its name, and before those under it."""
-    name = Text(own, style="dim") + Text(span.name, style="bold red" if span.failed else "bold")
+    name = Text(own, style="dim") + Text(printable(span.name), style="bold red" if span.failed else "bold")
     yield (
         name,
         Text(_after(span.start_ns, root)),
@@ -118,7 +144,7 @@ def _rows(span: Span, root: Span, own: str, below: str) -> Iterator[tuple[Text, 
         last = place == len(parts) - 1
         corner, line = (below + "└─ ", below + "   ") if last else (below + "├─ ", below + "│  ")
         if isinstance(part, str):
-            yield Text(f"{corner}{part}", style="dim"), Text(_after(at, root), style="dim")
+            yield Text(f"{corner}{printable(part)}", style="dim"), Text(_after(at, root), style="dim")
         elif len(below) < MAX_INDENT:
             yield from _rows(part, root, corner, line)
         else:
@@ -130,7 +156,7 @@ def _notes(span: Span, root: Span) -> Text:
     if span is root:
         notes += [f"job {span.job}"] if span.job else []
         notes.append(f"trace {span.trace}")
-    return Text(", ".join(notes), style="dim")
+    return Text(printable(", ".join(notes)), style="dim")
 
 
 def _after(at: int, root: Span) -> str:
@@ -157,12 +183,20 @@ def _span(raw: dict[str, Any]) -> Span:
         trace=str(raw["traceId"]),
         id=str(raw["spanId"]),
         parent=str(raw.get("parentSpanId") or ""),
-        start_ns=int(raw["startTimeUnixNano"]),
-        end_ns=int(raw["endTimeUnixNano"]),
-        attributes={one["key"]: _plain(one["value"]) for one in raw.get("attributes", [])},
-        events=[(str(one["name"]), int(one["timeUnixNano"])) for one in raw.get("events", [])],
+        start_ns=_time(raw["startTimeUnixNano"]),
+        end_ns=_time(raw["endTimeUnixNano"]),
+        attributes={one["key"]: _plain(one["value"]) for one in raw.get("attributes", []) if one["key"] in KEPT},
+        events=[(str(one["name"]), _time(one["timeUnixNano"])) for one in raw.get("events", [])],
         failed=raw.get("status", {}).get("code") in ERROR,
     )
+
+
+def _time(value: Any) -> int:
+    """Nanoseconds since the epoch, which OTLP JSON writes as a string."""
+    at = int(value)
+    if not 0 <= at < MAX_NS:
+        raise ValueError("no time")
+    return at
 
 
 def _plain(value: dict[str, Any]) -> Any:

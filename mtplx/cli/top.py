@@ -17,6 +17,7 @@ from mtplx.cli.options import connection_options, load_settings
 from mtplx.cli.signals import Signals
 from mtplx.client import Client
 from mtplx.errors import BrokerUnreachableError, WireError
+from mtplx.logs import printable
 from mtplx.overview import of_day, overview
 from mtplx.settings import Settings
 
@@ -66,7 +67,7 @@ class Watcher:
             self._answered = self._clock()
         except (BrokerUnreachableError, WireError) as error:
             last = f"It last answered at {of_day(self._answered)}. " if self._answered else ""
-            told = {"tone": "wrong", "headline": "The broker is gone", "sentence": f"{last}{error}"}
+            told = {"tone": "wrong", "headline": "The broker is gone", "sentence": printable(f"{last}{error}")}
             return {**self._shown, **told}
         return self._shown
 

@@ -41,7 +41,7 @@ def trace(context: click.Context, /, file: Path | None, last: int, job: str, tra
         console.width = PIPE_WIDTH
     if len(roots) > last:
         click.echo(f"{len(roots) - last} earlier ones are left out; --last shows more.", err=True)
-    console.print(tree_of(roots[-last:]), highlight=False)
+    console.print(tree_of(roots[-last:], console.width), highlight=False)
     if not roots:
         click.echo(f"{file} has no such spans." if spans.roots else f"{file} has no spans yet.", err=True)
     if spans.damaged:

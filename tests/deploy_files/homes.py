@@ -45,7 +45,7 @@ class Home:
     def unit(self, name: str) -> Unit:
         """The service file's contents, with this checkout's code."""
         variables = {f"MTPLX_{key.upper()}": str(value) for key, value in self.given.items()}
-        settings = Settings(run_dir=self.run, drain_s=self.given["drain_s"], http=self.given["http"])
+        settings = Settings(run_dir=self.run, drain_s=self.given["drain_s"])
         variables["PYTHONPATH"] = str(ROOT)
         return unit_of(name, settings, variables, home=self.path, logs=self.logs, python=sys.executable)
 

@@ -4,11 +4,15 @@ import json
 import os
 import plistlib
 import signal
+import socket
 import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 import pytest
 from deploy_files.homes import Home, home
@@ -168,6 +172,32 @@ def test_exit_codes_stand_wherever_launchd_does_not_read_them(mac: Home, started
     assert done.returncode == Exit.SETTINGS
     assert "queue_job" in done.stderr
     assert (last_error.read(mac.logs, "mtplx-broker") is not None) == bool(service)
+
+
+def test_a_service_has_its_page_and_a_port_that_is_taken_costs_it_the_port_alone() -> None:
+    with ExitStack() as stack:
+        # Held by whoever came first: by this test, or by somebody else on this machine.
+        with suppress(OSError):
+            stack.enter_context(socket.create_server(("127.0.0.1", 8000)))
+        mac, launchd = stack.enter_context(home(http="")), stack.enter_context(Launchd())
+        agent = launchd.bootstrap(mac.broker())
+        page = urlsplit(mac.client().health()["broker"]["http"])
+        assert (page.scheme, page.hostname) == ("http", "127.0.0.1")
+        assert page.port != 8000
+        with urlopen(page.geturl(), timeout=20) as answer:
+            assert b"<title>" in answer.read()
+        log = (mac.logs / "mtplx-broker.log").read_text()
+        assert f"port 8000 is in use, so the page is at {page.geturl()}\n" in log
+        assert log.count("\n") == 1
+        assert agent.turns == []
+
+
+def test_a_service_follows_its_settings_file_about_the_page() -> None:
+    with home(http="") as mac, Launchd() as launchd:
+        (mac.path / ".mtplx" / "config.toml").write_text('http = "off"\n')
+        del mac.given["http"]
+        launchd.bootstrap(mac.broker())
+        assert not mac.client().health()["broker"].get("http")
 
 
 def test_a_broker_without_any_environment_serves(mac: Home) -> None:

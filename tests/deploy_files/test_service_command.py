@@ -1,5 +1,6 @@
 """`mtplx service`, with stand-ins for launchctl and systemctl that note what they are asked."""
 
+import json
 import os
 import plistlib
 import stat
@@ -139,6 +140,43 @@ def test_status_tells_why_a_service_is_down_though_its_settings_are_wrong(home: 
     told = mtplx("service", "status", f"--{manager}").output
     assert "exit code 2 (a setting or an argument is wrong): Unknown setting drain" in told
     assert "mtplx-worker.log" in told
+
+
+DAMAGED = {
+    "deep": "[" * 100_000,
+    "types": '{"at": 1, "exit_code": [2], "message": {}}',
+    "list": "[]",
+    "endless": '{"at": "", "exit_code": 1e999, "message": ""}',
+    "bytes": "\udcff",
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_status_is_told_beside_a_last_error_that_nobody_can_read(home: Path, kind: str) -> None:
+    paths.private_folder(paths.default_logs())
+    file = paths.default_logs() / "mtplx-broker.last-error.json"
+    file.write_bytes(DAMAGED[kind].encode(errors="surrogateescape"))
+    found = mtplx("service", "status", "--systemd")
+    assert (found.exit_code, "last" in found.output) == (Exit.FAILED, False), found.output
+
+
+def test_a_last_error_speaks_in_one_harmless_line(home: Path) -> None:
+    paths.private_folder(paths.default_logs())
+    file = paths.default_logs() / "mtplx-broker.last-error.json"
+    file.write_text(json.dumps({"at": "\x1b[2J", "exit_code": 2, "message": "a\nbroker: active\x1b[2J"}))
+    (told,) = [
+        line for line in mtplx("service", "status", "--systemd").output.splitlines() if line.startswith("  last")
+    ]
+    assert told.isprintable()
+    assert "a\\nbroker: active" in told
+
+
+def test_a_systemd_that_cannot_be_reached_is_told_before_anything_is_written(home: Path) -> None:
+    (home / "refuses").touch()
+    found = mtplx("service", "install", "--systemd")
+    assert "No medium found" in found.output
+    assert "`mtplx serve`" in found.output
+    assert not (home / ".config").exists()
 
 
 @pytest.mark.parametrize(("manager", "words"), [("launchd", "Input/output error"), ("systemd", "No medium found")])

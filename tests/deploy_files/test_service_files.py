@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from deploy_files import launchd
 from deploy_files.homes import Home, home
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tools import need
 from whole.harness import ROOT
@@ -98,18 +98,10 @@ def test_a_service_is_killed_only_after_its_drain_and_restarted_for_what_does_no
     assert lines_of(text, "RestartPreventExitStatus") == [" ".join(lasting)]
 
 
-def test_the_broker_has_its_page_unless_the_settings_say_something_else_of_it():
-    def command(name, settings):
-        return unit_of(name, settings, {}, home=Path("/h"), logs=Path("/l"), python="/p").command
-
-    assert command("broker", Settings())[-2:] == ("--http", "127.0.0.1:8000")
-    for named in (command("broker", Settings(http="off")), command("worker", Settings())):
-        assert "--http" not in named
-
-
 # --- second readers
 
 
+@settings(deadline=None)
 @given(units())
 def test_both_forms_give_back_every_path_and_variable(unit):
     keys = plistlib.loads(plist(unit))

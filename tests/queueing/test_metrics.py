@@ -193,12 +193,16 @@ def test_where_telemetry_goes_is_what_flag_and_standard_variables_say(given, var
         ("OTEL_EXPORTER_OTLP_TIMEOUT", "3", "timeout_s", 3.0),
         ("OTEL_EXPORTER_OTLP_TIMEOUT", "10000", "timeout_s", 10.0),
         ("OTEL_EXPORTER_OTLP_TIMEOUT", "never", "timeout_s", 1.0),
+        ("OTEL_EXPORTER_OTLP_TIMEOUT", "nan", "timeout_s", 1.0),
+        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "nonsense", "traces", ""),
+        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://[::1", "traces", ""),
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "traces", "http://a:1/v1/traces"),
         ("OTEL_TRACES_EXPORTER", "zipkin", "traces", ""),
     ],
 )
 def test_a_standard_variable_is_followed_or_the_log_says_why_not(name, text, field, found):
-    to = Destinations.of(settings(otlp_endpoint="http://a:1"), {name: text})
+    given = "" if name == TRACES else "http://a:1"
+    to = Destinations.of(settings(otlp_endpoint=given), {name: text})
     assert getattr(to, field) == found
     followed = text in ("64", "250", "3", "10000")
     assert [sentence for sentence in to.wrong if name in sentence] == list(to.wrong)

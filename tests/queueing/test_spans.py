@@ -228,6 +228,23 @@ def test_a_job_joins_its_producers_trace_or_only_links_to_it(link_only):
     assert (process.parent is None) is link_only
 
 
+def test_all_of_the_trace_context_reaches_spans_and_every_worker():
+    headers = {**HEADERS, "tracestate": "a=b,c=d", "x-team": "blue"}
+    rig = Traced()
+    rig.ready()
+    rig.submit(1, h=headers)
+    rig.gone.add(WORKER)
+    rig.back.beat()
+    rig.turn()
+    rig.ready(b"w2", b"2" * 16)
+    assert [run.h for run in (*rig.runs(), *rig.runs(b"w2"))] == [headers, headers]
+    rig.final(route=b"w2")
+    spans = [one for some in rig.spans().values() for one in some]
+    assert len(spans) == 4
+    assert {one.context.trace_state.to_header() for one in spans} == {"a=b,c=d"}
+    assert {one.context.trace_id for one in spans} == {0x0AF7651916CD43DD8448EB211C80319C}
+
+
 SECRET, ANSWER = "the secret question", "7 8 "
 
 

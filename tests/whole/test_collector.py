@@ -216,6 +216,19 @@ def test_spans_that_are_switched_off_are_not_sent_and_the_jobs_run(variables: di
         assert collector.spans == []
 
 
+@pytest.mark.parametrize(
+    ("name", "text"), [("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "-1"), ("OTEL_SPAN_EVENT_COUNT_LIMIT", "many")]
+)
+def test_a_variable_that_the_sdk_refuses_is_a_wrong_setting(tmp_path: Path, name: str, text: str) -> None:
+    broker = Program("broker", "--run-dir", str(tmp_path / "r"), "--trace-file", str(tmp_path / "s"),
+                     env=environment(**{name: text}))  # fmt: skip
+    try:
+        assert broker.ended() == 2
+        assert name in broker.said()
+    finally:
+        broker.close()
+
+
 def test_the_collectors_configuration_uses_known_components_each_defined_and_in_a_pipeline() -> None:
     """No otelcol can be run here; `otelcol-contrib validate` is for whoever has one."""
     given = yaml.safe_load((ROOT / "deploy" / "otel-collector.yaml").read_text())

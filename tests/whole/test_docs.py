@@ -41,6 +41,7 @@ NOT_RUN = {
     "mtplx pull": "fetches a model over the network; tests/inference/test_pull.py runs it against a stand-in",
     "mtplx demo": "fetches a model over the network",
     "mtplx probe": "measures a model, which tests/whole/test_cli_probe.py does with a tiny one",
+    "mtplx inspect": "reads a large model, which tests/speculating/test_mtp_inspect.py does with small ones",
     "mtplx forge": "trains a head, which tests/forging/test_forge_command.py does with a tiny model",
     "launchctl ": "is there on macOS alone",
     "newsyslog ": "is there on macOS alone",

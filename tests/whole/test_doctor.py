@@ -125,6 +125,32 @@ def test_a_folder_that_is_a_file_or_a_link_is_told(run_dir: Path, tmp_path: Path
     assert "can be written to" in wrongs(run_dir, "folders", cache_dir=str(tmp_path / "file"))[0]
 
 
+# Longer than a name may be: looking there fails, as it does in a folder of somebody else.
+UNSEEN = f"/{'x' * 5000}"
+
+
+@pytest.mark.parametrize(
+    "flag", ["cache_dir", "state_dir", "trace_file", "model", "draft", "mtp", "key", "server_key"]
+)
+@pytest.mark.parametrize("where", [UNSEEN, "~nobody-of-that-name/x"])
+def test_paths_where_nothing_can_be_seen_are_told_or_left_to_who_needs_them(
+    run_dir: Path, flag: str, where: str
+) -> None:
+    value = f"model:{where}" if flag == "draft" else where
+    away = {"front": "tcp://127.0.0.1:9", "curve": "true"} if "key" in flag else {}
+    told = found(run_dir, **{flag: value}, **away)
+    assert all(one.advice for one in told if one.state is State.WRONG)
+    said = CliRunner().invoke(main, ("service", "print", "broker", f"--{flag.replace('_', '-')}", value))
+    assert said.exit_code in (0, 2), said.exception
+    assert (said.exit_code == 2) == ("no home folder known here" in said.stderr)
+
+
+def test_a_settings_file_where_nothing_can_be_seen_is_told(monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> None:
+    monkeypatch.delenv("MTPLX_CONFIG")
+    monkeypatch.setenv("HOME", UNSEEN)
+    assert "config.toml cannot be read" in wrongs(run_dir, "settings")[0]
+
+
 def test_a_socket_left_by_a_killed_broker_is_no_fault_and_a_file_in_its_place_is(run_dir: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(run_dir / "front.sock"))

@@ -13,7 +13,9 @@ from rich.console import Console
 from whole.fake_broker import FakeBroker
 from whole.page_states import busy, page_service
 
+from mtplx.cli import doctor, spans
 from mtplx.cli import top as top_module
+from mtplx.cli.checkup import wrong
 from mtplx.cli.main import main
 from mtplx.cli.top import Watcher, drawn, watch
 from mtplx.settings import Settings
@@ -146,6 +148,69 @@ def test_a_damaged_or_growing_trace_file_is_read_as_far_as_it_goes(file: Path) -
     said = mtplx("trace", str(file))
     assert (said.exit_code, len(said.stdout.splitlines())) == (0, 5)
     assert "5 lines of" in said.stderr
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"startTimeUnixNano": "1" * 400},
+        {"endTimeUnixNano": "-1"},
+        {"startTimeUnixNano": 1e400},
+        {"events": [{"name": "far", "timeUnixNano": "9" * 400}]},
+        {"attributes": [{"key": "mtplx.attempt", "value": {"intValue": 1e400}}]},
+        {"attributes": [{"key": ["mtplx.attempt"], "value": {"intValue": 1}}]},
+        {"status": None},
+    ],
+)
+def test_a_span_that_is_none_costs_its_line_alone(file: Path, odd: dict) -> None:
+    file.write_text(file.read_text() + line(span("x", "x", "", 1, 2) | odd))
+    said = mtplx("trace", str(file))
+    assert (said.exit_code, len(said.stdout.splitlines())) == (0, 5), said.output
+    assert "1 lines of" in said.stderr
+
+
+def test_lines_without_end_or_of_endless_depth_are_counted_and_left_out(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spans, "MAX_LINE", 4096)
+    file.write_text("[" * 4000 + "\n" + "[" * 9000 + "\n" + file.read_text() + "\0" * 9000)
+    said = mtplx("trace", str(file))
+    assert (said.exit_code, len(said.stdout.splitlines())) == (0, 5), said.output
+    assert "3 lines of" in said.stderr
+
+
+def test_trace_keeps_ids_whole_on_a_narrow_terminal(file: Path) -> None:
+    screen = io.StringIO()
+    tree = spans.tree_of(spans.read_spans(file).roots, 60)
+    Console(file=screen, width=60).print(tree)
+    shown = screen.getvalue()
+    assert "beef01" in shown
+    assert "└─ mtplx.first_token" in shown
+    assert "…" not in shown
+
+
+# What sets a title, clears a screen, colours, turns the direction of text, and goes back to the line's start.
+CONTROLS = "\x1b\x07\x9b\u202e\r"
+ESCAPES = "\x1b]0;mine\x07\x1b[2J\x9b31m\u202e\r"
+
+
+def test_nothing_that_a_file_or_a_broker_tells_speaks_to_the_terminal(
+    file: Path, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "findings", lambda *_: [wrong(ESCAPES, ESCAPES, ESCAPES)])
+    attributes = {"mtplx.outcome": ESCAPES, "messaging.message.id": ESCAPES}
+    events = [{"name": ESCAPES, "timeUnixNano": "1"}]
+    file.write_text(line(span(ESCAPES, "x", "", 1, 2, events=events, attributes=attributes, traceId=ESCAPES)))
+    info = {"device": ESCAPES, "versions": {ESCAPES: ESCAPES}}
+    broker.health = {
+        "service": {"able": False, "why": ESCAPES},
+        "worker": {"state": ESCAPES, "model": ESCAPES, "info": info},
+    }
+    front = ("--front", broker.endpoint)
+    for words in (("trace", str(file)), ("top", *front), ("health", *front), ("doctor",), ("trace", ESCAPES)):
+        said = mtplx(*words)
+        assert "mine" in said.output, words
+        assert not set(said.output) & set(CONTROLS), words
 
 
 def test_spans_that_are_each_others_parents_end_no_command(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from mlx_lm import utils as mlx_lm_utils
 
 from mtplx.errors import ModelFilesError
+from mtplx.paths import exists, expanded, is_file, is_folder
 
 # Models that `mtplx pull` knows how to fetch.
 KNOWN: Final = ("smollm2-135m",)
@@ -39,11 +40,11 @@ def resolve_model(name_or_path: str, cache_dir: Path) -> Path:
     """
     if name_or_path in KNOWN:
         path = model_dir(name_or_path, cache_dir)
-        if not path.is_dir():
+        if not is_folder(path):
             raise ModelFilesError(f"{name_or_path} is not in {cache_dir}; run: mtplx pull {name_or_path}")
-    elif name_or_path and (path := Path(name_or_path).expanduser()).is_dir():
+    elif name_or_path and is_folder(path := expanded(name_or_path)):
         pass
-    elif name_or_path and path.exists():
+    elif name_or_path and exists(path):
         raise ModelFilesError(f"{path} is a file; --model takes the directory with config.json in it.")
     elif HUB_ID.fullmatch(name_or_path):
         path = _download(name_or_path)
@@ -131,7 +132,7 @@ def _check_manifest(path: Path) -> None:
     if not isinstance(files, dict):
         raise ModelFilesError(f"{path / MANIFEST} lists no files; remove the directory and pull or copy it again.")
     for name, size in files.items():
-        found = (path / name).stat().st_size if (path / name).is_file() else None
+        found = (path / name).stat().st_size if is_file(path / name) else None
         if found != size:
             state = "is missing" if found is None else f"has {found} bytes, not {size}"
             raise ModelFilesError(f"{path / name} {state}; remove the directory and pull or copy it again.")
@@ -155,7 +156,7 @@ def weight_files(path: Path) -> list[Path]:
     if not wanted:
         raise ModelFilesError(f"{path} has no model*.safetensors file.")
     for name in sorted(wanted):
-        if not (path / name).is_file():
+        if not is_file(path / name):
             raise ModelFilesError(f"{path / name} is missing; the model is not complete. Fetch it again.")
     return [path / name for name in sorted(wanted)]
 

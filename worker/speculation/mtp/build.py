@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mtplx.errors import ModelFilesError
+from mtplx.paths import expanded
 from mtplx.settings import Settings
 from worker.engine.dense_in_place import DenseInPlace
 from worker.engine.engine import EngineRequest, unheard
@@ -68,7 +69,7 @@ def head_drafter(
     Raises:
         SettingsError, ModelFilesError: the head that is asked for cannot be had.
     """
-    named = Path(settings.mtp).expanduser() if settings.mtp else None
+    named = expanded(settings.mtp) if settings.mtp else None
     try:
         found = _head(settings, loaded, named)
     except ModelFilesError as error:
