@@ -87,7 +87,7 @@ def _is_whole(path: Path) -> bool:
     if not path.exists() or path.stat().st_size < journal_open.HEADER_BYTES:
         return False
     with suppress(*journal_open.READING), closing(journal_open.connect(path, read_only=True)) as connection:
-        journal_open.check_layout(connection, path)
+        journal_open.check_layout(connection, path, salvaging=True)
     with suppress(JournalError):
         journal_open.check(path)
         return True

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+import sqlite3
 import struct
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from queueing.journal_files import SEED, cases, content, damaged, lay, written
 from queueing.journal_jobs import begin, draw, end, record
 
+from broker import journal_rows as rows
 from broker.journal_file import open_journal
 from broker.journal_salvage import salvage
 from mtplx.errors import JournalError
@@ -190,6 +193,21 @@ def test_the_journal_of_another_version_is_left_alone(state):
     with pytest.raises(JournalError, match="layout 9"):
         salvage(state)
     assert (state / "journal.db").read_bytes() == changed
+
+
+def test_a_journal_whose_tables_a_later_version_has_taken_over_is_left_alone(state):
+    with closing(sqlite3.connect(state / "journal.db")) as file:
+        meta = rows.read_meta(file.execute("SELECT one, data, sum FROM meta").fetchone())
+        file.execute(
+            "INSERT OR REPLACE INTO meta VALUES (?, ?, ?)", rows.meta_row(replace(meta, program="99.1.0"))
+        )
+        file.commit()
+    data = bytearray((state / "journal.db").read_bytes())
+    data[60:64] = struct.pack(">I", 9)
+    (state / "journal.db").write_bytes(data)
+    with pytest.raises(JournalError, match="layout 9"):
+        salvage(state)
+    assert (state / "journal.db").read_bytes() == data
 
 
 def test_where_there_is_no_journal_the_folder_is_asked_for(tmp_path):
