@@ -209,7 +209,7 @@ class KeyDoor:
 def named_by_itself(route: bytes) -> bool:
     """Whether a client chose this routing id: the next to choose it would get what is meant for the first.
 
-    Those that libzmq draws are a zero byte and a number of four; it also takes a client's own that begin with zero.
+    libzmq draws a zero byte and a number of four bytes; it also takes names of clients that begin with zero.
     """
     return len(route) != 5 or route[0] != 0
 

@@ -63,7 +63,7 @@ def test_connections_on_ipc_are_remembered_within_a_bound(monkeypatch: pytest.Mo
     monkeypatch.setattr(access, "MAX_CONNECTIONS", 3)
     door = UserDoor(501)
     for pid in range(10):
-        assert door.who(b"\0000%d" % pid, told(Peer_Address=f"localhost:501:20:{pid}")) is not None
+        assert door.who(b"\0abc%d" % pid, told(Peer_Address=f"localhost:501:20:{pid}")) is not None
     assert len(door._known) == 3
 
 
