@@ -27,7 +27,8 @@ from mtplx.messages import Done, Error
 NAME: Final = "journal.db"
 # SQLite's words for the log and its index.
 LOG, INDEX = "-wal", "-shm"
-PAGE_BYTES: Final = 4096
+# A flush writes the pages that changed; a token, a state and most jobs need no more.
+PAGE_BYTES: Final = 1024
 # A complete journal that a salvage made, before it has taken its place.
 SALVAGED: Final = ".salvaged"
 _MARK: Final = struct.Struct("<4s16sQI")
