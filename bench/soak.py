@@ -37,8 +37,8 @@ from mtplx import wire  # noqa: E402
 PRODUCERS = 40
 TURN_MS = 2
 SAMPLE_S = 2.0
-# Answers are kept up to so many bytes, which is reached within the first minute: by time, what is kept would follow
-# the speed of the machine, and memory with it.
+# Answers are kept up to so many bytes, reached within the first minute: by time, what is kept would follow the
+# speed of the machine, and memory with it.
 RETAIN_S, RETAIN_BYTES = 60, 6 * 1024**2
 GARBAGE_S, OVERSIZE_S = 0.01, 3.0
 LONG_TOKENS, SLOW_S, SLOW_FOR_S, SILENCE_S = 5000, 0.5, 20.0, 3.0
