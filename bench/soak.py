@@ -37,8 +37,9 @@ from mtplx import wire  # noqa: E402
 PRODUCERS = 40
 TURN_MS = 2
 SAMPLE_S = 2.0
-# Answers are kept this long, so that the broker is in balance early in the run.
-RETAIN_S = 60
+# Answers are kept up to so many bytes, reached within the first minute: by time, what is kept would follow the
+# speed of the machine, and memory with it.
+RETAIN_S, RETAIN_BYTES = 60, 6 * 1024**2
 GARBAGE_S, OVERSIZE_S = 0.01, 3.0
 LONG_TOKENS, SLOW_S, SLOW_FOR_S, SILENCE_S = 5000, 0.5, 20.0, 3.0
 # Longer than any job of the line takes, with the slow reader's in between.
@@ -203,7 +204,8 @@ class Seen:
 def run(seconds: float, seed: int, *, wild: bool) -> Seen:
     """One run: quiet, or in bad company."""
     draw = random.Random(seed)
-    flags = ["--retain-s", str(RETAIN_S), "--orphan-s", "3", "--beat-s", "0.5", "--dead-s", "5"]
+    flags = ["--retain-s", str(RETAIN_S), "--retain-bytes", str(RETAIN_BYTES)]
+    flags += ["--orphan-s", "3", "--beat-s", "0.5", "--dead-s", "5"]
     with (
         Collector("hang") as collector,
         service(*flags, *(["--otlp-endpoint", collector.url] if wild else [])) as up,

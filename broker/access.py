@@ -22,8 +22,9 @@ log = logging.getLogger("mtplx.broker")
 Told = Callable[[str], str]
 MAY: Final = {"front": (PRODUCER, OPERATOR), "back": (WORKER,)}
 ROOT: Final = 0
-# ipc connections whose user was looked up and logged; beyond it the oldest are looked up anew.
-MAX_CONNECTIONS: Final = 10_000
+# ipc connections whose user was looked up and logged; beyond it the oldest are looked up anew. Nothing tells that
+# one has ended, so that a busy broker always remembers so many.
+MAX_CONNECTIONS: Final = 1024
 # Connections are looked through for those that ended when this many came.
 PRUNE_FROM: Final = 256
 
@@ -72,6 +73,8 @@ class UserDoor:
     def __init__(self, uid: int) -> None:
         self._uid = uid
         self._known: dict[bytes, Peer | None] = {}
+        # One for all connections of a user.
+        self._peers: dict[int, Peer] = {uid: Peer(owner_of(uid), operator=True) for uid in (uid, ROOT)}
 
     def who(self, route: bytes, told: Told) -> Peer | None:
         """The user of the process at the other end, looked up once for each connection."""
@@ -89,13 +92,13 @@ class UserDoor:
         _, *words = address.split(":")
         if not words or not words[0].isdecimal():
             log.warning("the system does not tell whose process connects; the folder's mode decides")
-            return Peer(owner_of(self._uid), operator=True)
+            return self._peers[self._uid]
         uid, pid = int(words[0]), words[2] if len(words) > 2 else ""
-        if uid not in (self._uid, ROOT):
+        if uid not in self._peers:
             log.warning("user %d (process %s) may not speak here and is not heard", uid, pid)
             return None
         log.info("user %d (process %s) connected", uid, pid)
-        return Peer(owner_of(uid), operator=True)
+        return self._peers[uid]
 
 
 def owner_of(uid: int) -> str:
@@ -204,8 +207,11 @@ class KeyDoor:
 
 
 def named_by_itself(route: bytes) -> bool:
-    """Whether a client chose this routing id: the next to choose it would get what is meant for the first."""
-    return route[:1] != b"\0"
+    """Whether a client chose this routing id: the next to choose it would get what is meant for the first.
+
+    libzmq draws a zero byte and a number of four bytes; it also takes names of clients that begin with zero.
+    """
+    return len(route) != 5 or route[0] != 0
 
 
 def own_uid() -> int:

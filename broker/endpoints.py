@@ -33,10 +33,19 @@ class Claim(NamedTuple):
 
 
 def release(claims: list[Claim]) -> None:
-    """Take the socket files away and give the locks back; the lock files stay, for the next to lock."""
+    """Take the socket files away and give the locks back; the lock files stay, for the next to lock.
+
+    Where a lock file was deleted meanwhile, another broker may have made one, and the socket there is its own.
+    """
     for claimed in claims:
-        claimed.path.unlink(missing_ok=True)
+        if lock.is_at(claimed.lock, lock_of(claimed.path)):
+            claimed.path.unlink(missing_ok=True)
         os.close(claimed.lock)
+
+
+def lock_of(path: Path) -> Path:
+    """The lock file beside the socket at *path*."""
+    return Path(f"{path}.lock")
 
 
 def claim(endpoint: str) -> Claim | None:
@@ -51,7 +60,7 @@ def claim(endpoint: str) -> Claim | None:
     path = Path(endpoint.removeprefix("ipc://"))
     private_folder(path.parent)
     busy = f"Another broker (process {{holder}}) serves {endpoint}; stop it, or choose another --run-dir."
-    held = lock.take(Path(f"{path}.lock"), busy)
+    held = lock.take(lock_of(path), busy)
     _clear_stale(path)
     return Claim(held, path)
 

@@ -22,7 +22,7 @@ from mtplx.messages import Done, Error
 from mtplx.paths import private_folder
 
 # Frames of the log (a page each) after which they are moved into the file, and bytes it may keep beyond them.
-CHECKPOINT_FRAMES: Final = 1000
+CHECKPOINT_FRAMES: Final = 4000
 LOG_BYTES: Final = 16 * 1024**2
 # Frames that the log has room for from the start; when it is moved is an estimate.
 ROOM_FRAMES: Final = CHECKPOINT_FRAMES * 5 // 4

@@ -8,6 +8,7 @@ lose jobs in silence: a journal that has fewer commits than its mark says is ref
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import sqlite3
 import struct
@@ -26,7 +27,8 @@ from mtplx.messages import Done, Error
 NAME: Final = "journal.db"
 # SQLite's words for the log and its index.
 LOG, INDEX = "-wal", "-shm"
-PAGE_BYTES: Final = 4096
+# A flush writes the pages that changed; a token, a state and most jobs need no more.
+PAGE_BYTES: Final = 1024
 # A complete journal that a salvage made, before it has taken its place.
 SALVAGED: Final = ".salvaged"
 _MARK: Final = struct.Struct("<4s16sQI")
@@ -187,8 +189,8 @@ def _is_there(path: Path) -> bool:
     return True
 
 
-def check_layout(connection: sqlite3.Connection, path: Path) -> None:
-    """Refuse the journal of another version.
+def check_layout(connection: sqlite3.Connection, path: Path, *, salvaging: bool = False) -> None:
+    """Refuse the journal of another version; where *salvaging*, one that may as well be damaged counts as that.
 
     Raises:
         JournalError: another version made it.
@@ -197,13 +199,23 @@ def check_layout(connection: sqlite3.Connection, path: Path) -> None:
     kind, version = _number(connection, "application_id"), _number(connection, "user_version")
     schema = connection.execute("SELECT name, sql FROM sqlite_schema ORDER BY rowid").fetchall()
     same = schema == [(name.encode(), sql.encode()) for name, sql in rows.TABLES.items()]
-    if kind == rows.APPLICATION_ID and version != rows.VERSION and not same:
-        raise JournalError(
+    if kind == rows.APPLICATION_ID and version != rows.VERSION and (not same or version > rows.VERSION):
+        told = (
             f"The journal {path} has layout {version}, and this version of mtplx ({__version__}) reads layout "
             f"{rows.VERSION}; run the version that made it, or choose another --state-dir."
         )
+        if not same or _made_later(read_meta(connection).program):
+            raise JournalError(told)
+        if not salvaging:
+            raise JournalError(f"{told} If none did, its header is damaged, and `mtplx journal salvage` mends it.")
     if (kind, version, same) != (rows.APPLICATION_ID, rows.VERSION, True):
         raise rows.DamagedError("its header and tables are not those of a journal")
+
+
+def _made_later(program: str) -> bool:
+    """Whether *program*, a version of mtplx, came after this one."""
+    made, own = ([int(part) for part in re.findall(r"\d+", text)] for text in (program, __version__))
+    return made > own
 
 
 def _number(connection: sqlite3.Connection, pragma: str) -> int:

@@ -26,7 +26,8 @@ _MOST_ASKED: Final = 1_000_000
 # A log has a header with a salt, and frames with one too: page number, salt, and the page after it.
 _LOG_HEADER_BYTES: Final = 32
 _FRAME_HEADER: Final = struct.Struct(">I4x8s8x")
-_PAGE: Final = journal_open.PAGE_BYTES
+# Of journals that earlier versions made.
+_FORMER_PAGE_BYTES: Final = 4096
 
 
 @dataclass(slots=True)
@@ -87,7 +88,7 @@ def _is_whole(path: Path) -> bool:
     if not path.exists() or path.stat().st_size < journal_open.HEADER_BYTES:
         return False
     with suppress(*journal_open.READING), closing(journal_open.connect(path, read_only=True)) as connection:
-        journal_open.check_layout(connection, path)
+        journal_open.check_layout(connection, path, salvaging=True)
     with suppress(JournalError):
         journal_open.check(path)
         return True
@@ -115,15 +116,15 @@ def _take_place(path: Path, done: Path) -> str:
 
 def _rebuild(path: Path, work: Path) -> Report:
     """Write all rows that are whole, as far as they make jobs, into `new.db` in *work*."""
-    view, new = work / "view.db", work / "new.db"
+    view, new, page = work / "view.db", work / "new.db", _page_bytes(path)
     _copy(path, view)
     meta = _recovered(view)
     mark = journal_open.read_mark(path)
     if not _vouched(meta, mark):
         # SQLite ends its log at the first frame that is wrong; those after it hold jobs that were promised.
         _copy(path, view)
-        _apply_log(view)
-    _mend_header(view, work)
+        _apply_log(view, page)
+    _mend_header(view, work, page)
     journal_open.begin(new)
     with closing(journal_open.connect(view, read_only=True)) as old, closing(journal_open.connect(new)) as target:
         known = _meta(old)
@@ -160,40 +161,51 @@ def _recovered(view: Path) -> rows.Meta | None:
         return None
 
 
-def _apply_log(view: Path) -> None:
+def _page_bytes(path: Path) -> int:
+    """Bytes of a page, as the file or its log says; as in a new journal where neither can be right."""
+    for one, number in ((path, struct.Struct(">16xH")), (journal_open.log_of(path), struct.Struct(">8xI"))):
+        if one.exists() and one.stat().st_size >= number.size:
+            with one.open("rb") as file:
+                (told,) = number.unpack(file.read(number.size))
+            if told in (journal_open.PAGE_BYTES, _FORMER_PAGE_BYTES):
+                return int(told)
+    return journal_open.PAGE_BYTES
+
+
+def _apply_log(view: Path, page_bytes: int) -> None:
     """Write the pages of the log into *view* by the salt of their frames alone: rows have their own checksums."""
     log = journal_open.log_of(view)
     if not log.exists():
         return
     with log.open("rb") as frames, view.open("r+b") as file:
         salt = frames.read(_LOG_HEADER_BYTES)[16:24]
-        read = list(_frames(frames.read()))
+        read = list(_frames(frames.read(), page_bytes))
         salts = [found for _, found, _ in read]
         if salt not in salts[:2]:
             salt = salts[0] if salts else b""
-        most = view.stat().st_size // _PAGE + len(read)
+        most = view.stat().st_size // page_bytes + len(read)
         for number, found, page in read:
             if found == salt and 1 <= number <= most:
-                file.seek((number - 1) * _PAGE)
+                file.seek((number - 1) * page_bytes)
                 file.write(page)
     log.unlink()
 
 
-def _frames(data: bytes) -> Iterator[tuple[int, bytes, memoryview]]:
-    step = _FRAME_HEADER.size + _PAGE
+def _frames(data: bytes, page_bytes: int) -> Iterator[tuple[int, bytes, memoryview]]:
+    step = _FRAME_HEADER.size + page_bytes
     whole = memoryview(data)
     for at in range(0, len(data) - step + 1, step):
         number, salt = _FRAME_HEADER.unpack_from(data, at)
         yield number, salt, whole[at + _FRAME_HEADER.size : at + step]
 
 
-def _mend_header(view: Path, work: Path) -> None:
+def _mend_header(view: Path, work: Path, page_bytes: int) -> None:
     """Give *view* the first page of an empty journal, which has the tables where every journal has them."""
     empty = work / "empty.db"
-    journal_open.begin(empty)
+    journal_open.begin(empty, page_bytes)
     with empty.open("rb") as file:
-        first = bytearray(file.read(_PAGE))
-    pages = -(-max(view.stat().st_size, empty.stat().st_size) // _PAGE)
+        first = bytearray(file.read(page_bytes))
+    pages = -(-max(view.stat().st_size, empty.stat().st_size) // page_bytes)
     # No log (18), as many pages as there are (28), none of them free (32, 36).
     first[18:20] = b"\x01\x01"
     first[28:40] = struct.pack(">III", pages, 0, 0)
@@ -201,7 +213,7 @@ def _mend_header(view: Path, work: Path) -> None:
         view.with_name(view.name + part).unlink(missing_ok=True)
     with view.open("r+b") as file:
         file.write(first)
-        file.truncate(pages * _PAGE)
+        file.truncate(pages * page_bytes)
 
 
 # --- rows

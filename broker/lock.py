@@ -34,3 +34,11 @@ def take(path: Path, busy: str) -> int:
         os.ftruncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)
     return lock
+
+
+def is_at(lock: int, path: Path) -> bool:
+    """Whether the file at *path* is the one that was opened as *lock*."""
+    try:
+        return os.path.samestat(os.fstat(lock), path.stat())
+    except OSError:
+        return False

@@ -26,6 +26,7 @@ from broker.machine import Machine
 from broker.record import Now
 from broker.telemetry import Telemetry
 from mtplx import messages as m
+from mtplx.cli.signals import STOPS, install
 from mtplx.errors import ProtocolError
 from mtplx.settings import Settings
 from mtplx.stdin import STDIN, stdin_ended
@@ -371,8 +372,8 @@ class Loop:
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
+        for number in STOPS:
+            install(number, self._on_signal)
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._stop_signals += 1

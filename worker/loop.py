@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from typing import Any, Final, Protocol
 import zmq
 
 from mtplx import messages as m
+from mtplx.cli.signals import install
 from mtplx.errors import MtplxError, ProtocolError, WireError, WorkerRefusedError
 from mtplx.job import Job
 from mtplx.keys import credentials
@@ -129,7 +129,7 @@ class Worker:
             WorkerRefusedError: the broker will not take this worker.
         """
         for number in STOP_SIGNALS:
-            signal.signal(number, self._on_signal)
+            install(number, self._on_signal)
         self._pulse.watch_signals()
         self._pulse.start()
         while not self._signals:

@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 STOPS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def _install(number: signal.Signals, handler: Callable[[int, FrameType | None], Any]) -> Any:
+def install(number: signal.Signals, handler: Callable[[int, FrameType | None], Any]) -> Any:
     """Set *handler*; returns the one before it. A SIGHUP that `nohup` has switched off stays off."""
     before = signal.getsignal(number)
     if number != signal.SIGHUP or before is not signal.SIG_IGN:
@@ -25,7 +25,7 @@ def _install(number: signal.Signals, handler: Callable[[int, FrameType | None], 
 def ctrl_c_by_sigterm() -> Iterator[None]:
     """Let SIGTERM and SIGHUP interrupt this block as Ctrl-C does (main thread), so that it says goodbye."""
     numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = [_install(number, signal.default_int_handler) for number in numbers]
+    before = [install(number, signal.default_int_handler) for number in numbers]
     try:
         yield
     finally:
@@ -56,7 +56,7 @@ class Signals:
         self._reader.setblocking(False)
         self._writer.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._before = [_install(number, self._on_signal) for number in STOPS]
+        self._before = [install(number, self._on_signal) for number in STOPS]
         return self
 
     def __exit__(

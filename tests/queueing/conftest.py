@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 from queueing.journal_files import MOVED, Journal, written
 
+from broker.journal_open import PAGE_BYTES
+
 
 @pytest.fixture(scope="module", params=MOVED)
 def killed(request, tmp_path_factory) -> Journal:
-    return written(tmp_path_factory.mktemp("journal") / "state", 4096, MOVED[request.param])
+    return written(tmp_path_factory.mktemp("journal") / "state", PAGE_BYTES, MOVED[request.param])
 
 
 @pytest.fixture(scope="module", params=MOVED)

@@ -5,13 +5,16 @@ import shutil
 import sqlite3
 import stat
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 from queueing.journal_jobs import ADMITTED, ENDED, begin, draw, end, record
 
+from broker import journal_rows as rows
 from broker.journal import Known, NoJournal
 from broker.journal_file import open_journal
 from broker.record import Answer, Piece
+from mtplx import __version__
 from mtplx.errors import JournalError, LockedError, SettingsError
 
 
@@ -235,6 +238,23 @@ def test_another_layout_is_refused_with_both_versions_named(folder):
         file.execute("ALTER TABLE job ADD COLUMN priority")
     with pytest.raises(JournalError, match=r"has layout 7, .* reads layout 1; run the version that made it"):
         open_journal(folder, "full")
+
+
+@pytest.mark.parametrize("made_by", [__version__, "99.1.0"])
+def test_a_later_layout_with_the_same_tables_is_called_later_and_not_damaged(folder, made_by):
+    with opened(folder) as journal:
+        meta = replace(journal._meta, program=made_by)
+    with closing(sqlite3.connect(folder / "journal.db")) as file:
+        file.execute("INSERT OR REPLACE INTO meta VALUES (?, ?, ?)", rows.meta_row(meta))
+        file.commit()
+        file.execute("PRAGMA user_version=2")
+    with pytest.raises(
+        JournalError, match=r"has layout 2, .* reads layout 1; run the version that made it"
+    ) as told:
+        open_journal(folder, "full")
+    assert "is damaged (" not in str(told.value)
+    # Where this version made it, the header alone can be wrong.
+    assert ("mtplx journal salvage" in str(told.value)) is (made_by == __version__)
 
 
 def test_a_journal_that_a_tool_has_put_into_another_mode_is_put_back(folder):

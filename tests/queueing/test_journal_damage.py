@@ -11,6 +11,7 @@ from queueing.journal_files import SEED, cases, content, damaged, lay, written
 from queueing.journal_jobs import record
 
 from broker.journal_file import open_journal
+from broker.journal_open import PAGE_BYTES
 from mtplx.errors import JournalError
 
 SHARES = 16
@@ -68,10 +69,10 @@ def test_all_damage_ends_in_recovery_or_a_clear_refusal(folder, killed_small, sh
 
 
 def test_damage_where_the_log_only_has_room_is_none(folder, tmp_path):
-    short, roomy = (written(tmp_path / str(room), 4096, None, room) for room in (0, 300))
+    short, roomy = (written(tmp_path / str(room), PAGE_BYTES, None, room) for room in (0, 300))
     log = "journal.db-wal"
     begins, ends = len(short.files[log]), len(roomy.files[log])
-    assert ends > begins + 200 * 4096
+    assert ends > begins + 200 * PAGE_BYTES
     chosen = [
         (how, log, at) for at in random.Random(SEED).sample(range(begins, ends), 40) for how in ("flip", "cut")
     ]

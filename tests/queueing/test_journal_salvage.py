@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
+import sqlite3
 import struct
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from queueing.journal_files import SEED, cases, content, damaged, lay, written
 from queueing.journal_jobs import begin, draw, end, record
 
+from broker import journal_rows as rows
 from broker.journal_file import open_journal
+from broker.journal_open import PAGE_BYTES
 from broker.journal_salvage import salvage
 from mtplx.errors import JournalError
 
@@ -65,7 +69,7 @@ def nothing_wrong(journal, report, found) -> None:
 
 def test_jobs_beyond_a_damaged_frame_of_the_log_are_saved(folder, killed):
     # A byte of the first page in the log that is no page of the schema.
-    saved = salvaged(folder, killed, ("flip", "journal.db-wal", 32 + 24 + 4096 + 24 + 2000))
+    saved = salvaged(folder, killed, ("flip", "journal.db-wal", 32 + 24 + PAGE_BYTES + 24 + PAGE_BYTES // 2))
     if saved is None:
         assert len(killed.allowed) == 1, "only where the log has been moved"
         return
@@ -75,9 +79,10 @@ def test_jobs_beyond_a_damaged_frame_of_the_log_are_saved(folder, killed):
     assert found.keys() == all_of(killed).keys()
 
 
-def test_the_room_that_a_log_has_is_no_content(folder, tmp_path):
-    roomy = written(tmp_path / "state", 4096, None, 300)
-    saved = salvaged(folder, roomy, ("flip", "journal.db-wal", 32 + 24 + 4096 + 24 + 2000))
+@pytest.mark.parametrize("page", [PAGE_BYTES, 4096])
+def test_the_room_that_a_log_has_is_no_content_whatever_the_size_of_a_page(folder, tmp_path, page):
+    roomy = written(tmp_path / "state", page, None, 300)
+    saved = salvaged(folder, roomy, ("flip", "journal.db-wal", 32 + 24 + page + 24 + page // 2))
     assert saved is not None
     nothing_wrong(roomy, *saved)
     assert saved[1].keys() == all_of(roomy).keys()
@@ -190,6 +195,21 @@ def test_the_journal_of_another_version_is_left_alone(state):
     with pytest.raises(JournalError, match="layout 9"):
         salvage(state)
     assert (state / "journal.db").read_bytes() == changed
+
+
+def test_a_journal_whose_tables_a_later_version_has_taken_over_is_left_alone(state):
+    with closing(sqlite3.connect(state / "journal.db")) as file:
+        meta = rows.read_meta(file.execute("SELECT one, data, sum FROM meta").fetchone())
+        file.execute(
+            "INSERT OR REPLACE INTO meta VALUES (?, ?, ?)", rows.meta_row(replace(meta, program="99.1.0"))
+        )
+        file.commit()
+    data = bytearray((state / "journal.db").read_bytes())
+    data[60:64] = struct.pack(">I", 9)
+    (state / "journal.db").write_bytes(data)
+    with pytest.raises(JournalError, match="layout 9"):
+        salvage(state)
+    assert (state / "journal.db").read_bytes() == data
 
 
 def test_where_there_is_no_journal_the_folder_is_asked_for(tmp_path):

@@ -6,6 +6,7 @@ import os
 import socket
 import stat
 import threading
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,7 +63,7 @@ def test_connections_on_ipc_are_remembered_within_a_bound(monkeypatch: pytest.Mo
     monkeypatch.setattr(access, "MAX_CONNECTIONS", 3)
     door = UserDoor(501)
     for pid in range(10):
-        assert door.who(b"\0%d" % pid, told(Peer_Address=f"localhost:501:20:{pid}")) is not None
+        assert door.who(b"\0abc%d" % pid, told(Peer_Address=f"localhost:501:20:{pid}")) is not None
     assert len(door._known) == 3
 
 
@@ -70,6 +71,26 @@ def test_a_routing_id_that_a_client_chose_says_nothing_of_the_user() -> None:
     door = UserDoor(501)
     assert door.who(b"me", told(Peer_Address="localhost:501:20:1")) is not None
     assert door.who(b"me", told(Peer_Address="localhost:502:20:2")) is None
+
+
+def test_thousands_of_connections_that_came_and_went_take_little_memory() -> None:
+    door = UserDoor(501)
+    tracemalloc.start()
+    try:
+        for number in range(20_000):
+            door.who(b"\0" + number.to_bytes(4), told(Peer_Address=f"localhost:501:20:{number}"))
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 300 * 1024
+
+
+def test_a_routing_id_that_begins_with_zero_may_be_a_client_s_own_as_well() -> None:
+    door = UserDoor(501)
+    assert door.who(b"\0mine", told(Peer_Address="localhost:501:20:1")) is not None
+    assert access.named_by_itself(b"\0me")
+    assert access.named_by_itself(b"\0mine too")
+    assert not access.named_by_itself(b"\0\0\0\0\1")
 
 
 # --- keys

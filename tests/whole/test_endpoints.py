@@ -44,6 +44,21 @@ def test_after_kill_9_the_next_broker_takes_the_path_at_once():
         assert producer.last_word(producer.submit(script={"tokens": 2})).outcome == "stop"
 
 
+def test_a_broker_whose_folder_was_deleted_leaves_the_sockets_of_its_successor_alone():
+    with service() as broker:
+        first = broker.broker
+        shutil.rmtree(broker.run)
+        broker.run.mkdir(0o700)
+        broker.start_broker()
+        broker.answers().socket.close()
+        first.send(signal.SIGTERM)
+        assert first.ended() == 0
+        assert (broker.run / "back.sock").is_socket()
+        broker.worker()
+        producer = broker.answers()
+        assert producer.last_word(producer.submit(script={"tokens": 2})).outcome == "stop"
+
+
 def test_a_file_of_somebody_else_at_the_path_is_refused_and_left_alone(tmp_path):
     run = Path(os.path.realpath(tmp_path))
     run.chmod(0o700)

@@ -128,6 +128,21 @@ def test_last_words_have_their_time_even_where_the_running_job_took_all_of_its_o
         assert broker.broker.ended() == 0
 
 
+def test_a_broker_under_nohup_outlives_its_terminal():
+    # An ignored signal stays ignored in a program that is started.
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with service() as broker:
+            worker, producer = broker.worker(), broker.producer()
+            broker.broker.send(signal.SIGHUP)
+            # Whoever heeds it takes no more jobs.
+            for _ in range(3):
+                assert producer.last_word(producer.submit(script={"tokens": 1})).outcome == "stop"
+            worker.close()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_an_orderly_stop_leaves_no_socket_files_behind():
     with service() as broker:
         assert (broker.run / "front.sock").is_socket()

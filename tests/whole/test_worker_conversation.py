@@ -59,6 +59,18 @@ def all_run(producer: Producer, *jobs: bytes) -> None:
         assert check_stream_of(producer, job).outcome == "length"
 
 
+def test_a_worker_under_nohup_outlives_its_terminal():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with service(*QUICK) as broker:
+            worker, producer = worker_of(broker), broker.producer()
+            worker.send(signal.SIGHUP)
+            all_run(producer, *(ask(producer) for _ in range(3)))
+            assert worker.process.poll() is None, worker.said()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def check_stream_of(producer: Producer, job: bytes) -> m.Done | m.Error:
     producer.last_word(job)
     return check_stream(producer, job)
