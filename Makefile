@@ -3,7 +3,7 @@ BIN := .venv/bin
 export PYTHON
 # These compute and wait for nothing: one process a core, each of which takes over from the other when it is done. The
 # other tests have processes, sockets and clocks of their own; they mostly wait, so four go side by side.
-COMPUTING := tests/inference tests/kernels tests/kv tests/speculating tests/protocol tests/queueing
+COMPUTING := tests/inference tests/kernels tests/kv tests/speculating tests/forging tests/protocol tests/queueing
 SPREAD := -n auto --maxprocesses 8 --dist worksteal
 BESIDE := -n 4 --dist worksteal
 
