@@ -56,7 +56,7 @@ class Told:
         self.known += 1
         self.newest = None
 
-    def launch(self, draft: Draft) -> None:
+    def launch(self, draft: Draft, tokens: object = None) -> None:
         self.drafted_at.append(self.known)
         self.fresh = self.newest is None
         self.flying = draft
