@@ -85,7 +85,7 @@ class Replay:
         self.decided.append(Step(self.text[self.position]))
         self.position, self.left, self.newest = self.position + 1, self.left - 1, None
 
-    def launch(self, draft: Draft, tokens: object = None) -> None:
+    def launch(self, draft: Draft, _tokens: object = None) -> None:
         """As in `SerialEngine`."""
         self._flying, self._fresh = draft, self.newest is None
         if not self._fresh:
