@@ -14,6 +14,7 @@ import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mtplx.errors import ModelFilesError
+from worker.engine.files import write_tensors
 
 _TOP: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER: Final = {
@@ -47,7 +48,7 @@ def convert(source: Path, target: Path) -> None:
         raise ModelFilesError(f"{source.name} cannot be read as GGUF: {error}") from error
     except KeyError as error:
         raise ModelFilesError(f"{source.name} lacks {error.args[0]}; it is not a llama GGUF file.") from error
-    mx.save_safetensors(str(target / "model.safetensors"), weights, metadata={"format": "mlx"})
+    write_tensors(target / "model.safetensors", weights, {"format": "mlx"})
     index = {
         "metadata": {"total_size": sum(array.nbytes for array in weights.values())},
         "weight_map": dict.fromkeys(sorted(weights), "model.safetensors"),

@@ -11,7 +11,9 @@ from typing import Any
 from mtplx.errors import MtplxError
 from mtplx.settings import Settings
 from worker.engine.files import check_model_files, model_name, resolve_model
-from worker.speculation.mtp.survey import FORGED, read_config, survey
+from worker.speculation.mtp import forged
+from worker.speculation.mtp.shapes import text_config
+from worker.speculation.mtp.survey import FORGED, read_config, survey, tensors_in
 
 Row = dict[str, Any]
 
@@ -39,21 +41,18 @@ def _head(path: Path, own: Path | None) -> Row:
     source = "head of its own" if own is None else f"head in {own}"
     config = {} if own is None else read_config(own)
     if own is not None and config.get("model_type") == FORGED:
-        size = sum(file.stat().st_size for file in own.glob("*.safetensors"))
-        fits = config.get("vocab_size") is not None and config.get("hidden_size") == _width(path)
-        why = "" if fits else "its width is not that of the model"
-        return _row(source, usable=fits, what="made by mtplx forge, post-norm", bytes_=size, why=why)
+        head, theirs = forged.read_config(own), text_config(read_config(path))
+        size = sum(one.bytes for one in tensors_in(own).values())
+        other = [name for name in ("hidden_size", "vocab_size") if getattr(head, name) != theirs.get(name)]
+        why = f"it was made for another model: its {' and '.join(other)} differ" if other else ""
+        why = why or ("" if size else f"{own} holds no weights")
+        return _row(source, usable=not why, what="made by mtplx forge, post-norm", bytes_=size, why=why)
     found = survey(path, own)
     if found.shape is None or not found.modules:
         return _row(source, usable=False, why=found.why)
     modules = "1 module" if len(found.modules) == 1 else f"{len(found.modules)} modules, one a depth"
     norm = "post-norm" if found.shape.takes_normed else "pre-norm"
     return _row(source, usable=True, what=f"{found.shape.family}, {modules}, {norm}", bytes_=found.bytes)
-
-
-def _width(path: Path) -> Any:
-    config = read_config(path)
-    return config.get("hidden_size", (config.get("text_config") or {}).get("hidden_size"))
 
 
 def _row(source: str, *, usable: bool, what: str = "", bytes_: int | None = None, why: str = "") -> Row:

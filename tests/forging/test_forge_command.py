@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -168,3 +169,51 @@ def test_wrong_options_are_told_in_a_sentence(
     assert done.returncode == Exit.SETTINGS
     assert done.stderr.startswith("mtplx-forge: There is nothing to resume in ")
     assert "Traceback" not in done.stderr
+
+
+def test_an_out_that_holds_a_model_or_cannot_be_written_is_refused_before_anything_is_made(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = {file.name: file.read_bytes() for file in model.iterdir()}
+    (tmp_path / "file").write_text("")
+    for out, code, words in (
+        (model, Exit.SETTINGS, "choose a folder of the head's own"),
+        (tmp_path / "file" / "below", Exit.FAILED, "choose another --out"),
+    ):
+        done = CliRunner().invoke(program, [str(model), "--out", str(out)])
+        assert done.exit_code == code, done.exception
+        assert words in capfd.readouterr().err + done.stderr
+    assert {file.name: file.read_bytes() for file in model.iterdir()} == before
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forging, "judged", judge(1.3))
+    wish = Wish(model=str(model), out=tmp_path / "head", prompts=prompts, **{**SMALL, "steps": 2, "tokens": 300})
+    forge(wish, tools(tmp_path, Lines()))
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    weights = mx.load(str(other / "model.safetensors"))
+    weights["model.norm.weight"] = weights["model.norm.weight"] * 2
+    mx.save_safetensors(str(other / "model.safetensors"), weights, metadata={"format": "mlx"})
+    with pytest.raises(ModelFilesError, match=r"with other options \(trunk\)"):
+        forge(replace(wish, model=str(other), resume=True), tools(tmp_path, Lines()))
+
+
+def test_a_disk_that_is_full_is_told_and_leaves_no_head(model: Path, prompts: Path, tmp_path: Path) -> None:
+    """A limit on the size of files stands for it: writing fails in the same way, half-way."""
+    small = [f"--{name.replace('_', '-')}={value}" for name, value in {**SMALL, "steps": 1, "tokens": 300}.items()]
+    command = [sys.executable, "-P", "-m", "worker.forge", str(model), f"--out={tmp_path / 'head'}", *small]
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -f 60 && exec "$@"', "-", *command, f"--prompts={prompts}", "--force"],
+        env=environment(MTPLX_CONFIG="/dev/null", MTPLX_CACHE_DIR=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == Exit.FAILED, done.stderr
+    assert "choose another --out" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "head" / "model.safetensors").exists()

@@ -29,6 +29,7 @@ SAMPLERS = {
     "logprobs": {"temperature": 0.7, "logprobs": 3},
 }
 FORMS = ("in place", "tail")
+JOBS = 25
 
 
 def ticking():
@@ -152,6 +153,64 @@ def test_every_draft_is_that_of_a_head_that_reads_the_text_at_once(tiny_model, f
             assert drafted.tolist() == expected(head, trunk, text[:at], states, ask), at
             seen.append(drafted)
     assert len(seen) > 20
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_after_an_interruption_the_first_draft_knows_what_was_drawn_before(tiny_model, form: str) -> None:
+    loaded = tiny_model("llama")
+    bench = Bench(loaded, form)
+    head, trunk = random_head(loaded), Trunk.of(loaded)
+    request = replace(request_of(range(20, 57), 30, temperature=0.7), cache=False)
+    whole = bench.plain(request)
+    for done in (1, 2, 16, 20):
+        text = [*request.prompt, *whole]
+        rest = replace(request, drawn=tuple(whole[:done]), max_tokens=30 - done)
+        noting = Noting(ModuleHead(head, trunk), Knowing(text, loaded.vocabulary, 0.0, goes_behind=False))
+        ids, _ = bench.drafted(bench.drafting(noting, EAGER, 4, ticking()), rest)
+        assert ids == whole[done:]
+        position, drafted = noting.noted[0]
+        at = position.tolist()[1]
+        draws = Draws(request.sampling, text[:at], width=loaded.width, vocabulary=loaded.vocabulary)
+        states = states_of(loaded, trunk, text)
+        assert drafted.tolist() == expected(head, trunk, text[:at], states, Ask(drafted.size, draws, position)), (
+            done
+        )
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rubbish", [False, True])
+def test_jobs_cancelled_anywhere_leave_nothing_behind_and_the_text_stays(tiny_model, form, rubbish: bool) -> None:
+    """Plain and drafted jobs by turns over shared prefixes; heads of random weights, and of no numbers at all."""
+    loaded = tiny_model("llama")
+    bench = Bench(loaded, form)
+    head = random_head(loaded)
+    if rubbish:
+        head.eh_proj.weight = head.eh_proj.weight * float("nan")
+    if form == "in place":
+        inner = PackedHead(head, bench.engine.forward._packed, pool_of(bench.engine), Switches())
+    else:
+        inner = ModuleHead(head, Trunk.of(loaded))
+    luck, begun = random.Random(11), [prompt_of(random.Random(seed), 200) for seed in range(3)]
+    for number in range(JOBS):
+        sampling = SAMPLERS[luck.choice(list(SAMPLERS))]
+        prompt = [*luck.choice(begun), *prompt_of(luck, 200)[:3]]
+        request = request_of(prompt, luck.randint(3, 40), seed=number, **sampling)
+        whole = bench.plain(replace(request, cache=False))
+        request = replace(request, cache=luck.choice(("answers", True, False)))
+        end = luck.randint(0, request.max_tokens)
+        if luck.random() < 0.2:
+            assert bench.plain(request, end or None)[:end] == whole[:end]
+            continue
+        width = luck.randint(2, 16)
+        knowing = Knowing([*prompt, *whole], loaded.vocabulary, luck.random(), goes_behind=form == "in place")
+        which = inner if luck.random() < 0.5 else Noting(inner, knowing)
+        engine = bench.drafting(which, EAGER, width, ticking(), copies=luck.random() < 0.3)
+        engine.start(request, lambda *_: None)
+        ids = [engine.step().token for _ in range(end)]
+        engine.stop()
+        bench.built.check_idle()
+        assert bench.engine.forward.follower is None
+        assert ids == whole[:end], number
 
 
 def states_of(loaded, trunk: Trunk, text: list[int]) -> mx.array:

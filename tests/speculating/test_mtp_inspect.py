@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from speculating.test_mtp_heads import Made
 
 from mtplx.cli import inspect as command
 from mtplx.cli.main import main
-from mtplx.errors import Exit
+from mtplx.errors import Exit, ModelFilesError
 from worker import inspect
 from worker.speculation.mtp.forged import ForgedConfig, save
 from worker.speculation.mtp.survey import tensors_in
@@ -70,6 +72,62 @@ def test_a_forged_head_is_told_by_the_model_that_it_fits(tmp_path) -> None:
         own = tmp_path / f"head {width}"
         save(own, config, head)
         assert rows(made.folder, own)[f"head in {own}"]["usable"] is fits
+    row = rows(made.folder, tmp_path / "head 64")[f"head in {tmp_path / 'head 64'}"]
+    assert row["why"] == "it was made for another model: its hidden_size differ"
+    (tmp_path / "head 32" / "model.safetensors").unlink()
+    row = rows(made.folder, tmp_path / "head 32")[f"head in {tmp_path / 'head 32'}"]
+    assert "holds no weights" in row["why"]
+
+
+def with_head(folder: Path, header: bytes) -> Path:
+    folder.mkdir()
+    (folder / "head.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        (b"[" * 200_000, "is not a whole safetensors file"),
+        (b"[1]", "is not a whole safetensors file"),
+        (b'{"a": {"shape": [1], "data_offsets": ["a", "b"]}}', "is not a whole safetensors file"),
+        (b'{"a": {"shape": "abc", "data_offsets": [0, 4]}}', "is not a whole safetensors file"),
+        (b'{"a": {"shape": [1], "data_offsets": [0, 4]}}', "where its header says"),
+    ],
+)
+def test_headers_that_no_file_should_have_are_told_in_a_sentence(tmp_path, header: bytes, said: str) -> None:
+    (tmp_path / "model").mkdir()
+    checkpoint(tmp_path / "model", "mimo")
+    with pytest.raises(ModelFilesError, match=said):
+        inspect.report(tmp_path / "model", with_head(tmp_path / "head", header))
+
+
+def test_links_in_circles_and_folders_in_the_place_of_files_are_told(tmp_path) -> None:
+    (tmp_path / "model").mkdir()
+    checkpoint(tmp_path / "model", "mimo")
+    for number, kind in enumerate((lambda file: file.symlink_to(file), Path.mkdir, os.mkfifo)):
+        own = tmp_path / f"head {number}"
+        own.mkdir()
+        kind(own / "model.safetensors")
+        with pytest.raises(ModelFilesError, match="no file is there"):
+            inspect.report(tmp_path / "model", own)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("mimo", {"num_hidden_layers": "2"}),
+        ("step3p5", {"num_hidden_layers": None}),
+        ("nemotron_h", {"mtp_hybrid_override_pattern": [1]}),
+        ("nemotron_h", {"mtp_hybrid_override_pattern": None, "mtp_layers_block_type": [["moe"]]}),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_told_in_a_sentence(tmp_path, name: str, change: dict) -> None:
+    checkpoint(tmp_path, name)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(ModelFilesError, match=r"config.json does not describe a .* head"):
+        inspect.report(tmp_path)
 
 
 def test_the_command_draws_a_table_and_prints_json(tmp_path, monkeypatch) -> None:

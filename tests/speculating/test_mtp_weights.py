@@ -138,6 +138,19 @@ def test_missing_superfluous_and_wrong_tensors_are_named(made: Made, tmp_path) -
             load_head(made.folder, made.loaded, made.trunk, own)
 
 
+def test_an_embedding_or_lm_head_of_another_vocabulary_is_refused(tmp_path) -> None:
+    _, raw = checkpoint(tmp_path, "glm4_moe")
+    loaded = load(tmp_path)
+    for part in ("embed_tokens", "shared_head.head"):
+        own = tmp_path / part
+        own.mkdir()
+        head = {name: one.astype(np.float32) for name, one in raw.items() if ".layers.2." in name}
+        (name,) = (name for name in head if name.endswith(f"{part}.weight"))
+        save(own / "model.safetensors", {**head, name: head[name][:-1]})
+        with pytest.raises(ModelFilesError, match=r"has \d+ ids, not \d+"):
+            load_head(tmp_path, loaded, Trunk.of(loaded), own)
+
+
 def test_damaged_files_are_named(made: Made, tmp_path) -> None:
     own = apart(made, tmp_path / "head", head_of(made))
     file = own / "model.safetensors"

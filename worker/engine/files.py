@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import mlx.core as mx
 from huggingface_hub.errors import HfHubHTTPError
 from mlx_lm import utils as mlx_lm_utils
 
@@ -120,7 +122,7 @@ def check_model_files(path: Path) -> None:
     if (path / MANIFEST).exists():
         _check_manifest(path)
     for shard in weight_files(path):
-        _check_safetensors(shard)
+        tensors_of(shard)
     for name in _JSON:
         if (path / name).exists():
             _read_json(path / name)
@@ -161,20 +163,58 @@ def weight_files(path: Path) -> list[Path]:
     return [path / name for name in sorted(wanted)]
 
 
-def _check_safetensors(file: Path) -> None:
-    size = file.stat().st_size
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """Where a tensor stands, and what of."""
+
+    file: Path
+    shape: tuple[int, ...]
+    bytes: int
+
+
+def tensors_of(file: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, by its header.
+
+    Raises:
+        ModelFilesError: it is damaged, or cut short.
+    """
     try:
+        if not is_file(file):
+            raise ValueError("no file is there")
+        size = file.stat().st_size
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > min(size, _MAX_HEADER):
                 raise ValueError("its header is longer than the file")
             header = json.loads(stream.read(length))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        expected = 8 + length + max(ends)
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        header.pop("__metadata__", None)
+        found, end = {}, 0
+        for name, entry in header.items():
+            first, last = map(int, entry["data_offsets"])
+            found[name] = Tensor(file, tuple(map(int, entry["shape"])), last - first)
+            end = max(end, last)
+        expected = 8 + length + end
+    except (OSError, struct.error, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ModelFilesError(f"{file} is not a whole safetensors file ({error}). Fetch it again.") from error
     if size != expected:
         raise ModelFilesError(f"{file} has {size} bytes where its header says {expected}. Fetch it again.")
+    return found
+
+
+def write_tensors(file: Path, tensors: dict[str, mx.array], metadata: dict[str, str]) -> None:
+    """Write a safetensors file, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    fresh = file.with_name(f"part-{file.name}")
+    try:
+        mx.save_safetensors(str(fresh), tensors, metadata=metadata)
+        fresh.replace(file)
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def _check_tokenizer(path: Path) -> None:
@@ -191,7 +231,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelFilesError(f"{file} is missing; is {file.parent} a model directory?") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelFilesError(f"{file} cannot be read as JSON ({error}). Fetch the model again.") from error
     if not isinstance(content, dict):
         raise ModelFilesError(f"{file} does not hold a JSON object. Fetch the model again.")

@@ -304,6 +304,8 @@ class SerialEngine:
             logits = self.forward.rows(tokens)[-1:]
             # Nothing in the graph orders this forward before the next one: its tokens are known already.
             mx.eval(logits)
+            # All are rows of the text, of which a follower may hear at once.
+            self.forward.keep(tuple(range(tokens.size)))
             progress(run.opened.sequence.length, run.total)
         return logits
 

@@ -96,8 +96,16 @@ class Trunk:
             norm = self.stack[self.norm_name] = Tap(norm)
         return norm
 
+    @property
+    def norm_width(self) -> int:
+        """K: numbers of a state."""
+        width: int = self._norm_weight().size
+        return width
+
+    def _norm_weight(self) -> Any:
+        return (self.norm.norm if isinstance(self.norm, Tap) else self.norm).weight
+
     def fingerprint(self) -> str:
         """What says whether a head was made for this model: of the final norm, which no quantisation changes."""
-        norm = self.norm.norm if isinstance(self.norm, Tap) else self.norm
-        weight = norm.weight.astype(mx.bfloat16).astype(mx.float32)
+        weight = self._norm_weight().astype(mx.bfloat16).astype(mx.float32)
         return hashlib.sha256(np.array(weight).tobytes()).hexdigest()[:16]

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from mtplx.cli.forge import forge_options
-from mtplx.errors import MtplxError
+from mtplx.errors import Exit, MtplxError
 from mtplx.settings import Settings
 from worker.forge.forge import Tools, Wish, forge
 
@@ -24,6 +24,10 @@ def main(**given: Any) -> None:
     except MtplxError as error:
         _say(f"mtplx-forge: {error}")
         sys.exit(int(error.exit_code))
+    except OSError as error:
+        why = error.strerror or error
+        _say(f"mtplx-forge: {given['out']} cannot be written ({why}); make room, or choose another --out.")
+        sys.exit(int(Exit.FAILED))
 
 
 def _say(line: str) -> None:

@@ -26,6 +26,7 @@ from worker.forge.train import CHECKPOINT, Recipe, Trainer, config_of, fresh_hea
 from worker.forge.worth import Served, told
 from worker.speculation.mtp.forged import ForgedConfig, quantized, save
 from worker.speculation.mtp.head import Head
+from worker.speculation.mtp.survey import FORGED, read_config
 
 REPORT: Final = "forge.json"
 TEXT: Final = "text.npz"
@@ -93,6 +94,7 @@ def forge(wish: Wish, tools: Tools) -> dict[str, Any]:
     began = tools.clock()
     if wish.resume and not (wish.checkpoint / TEXT).exists():
         raise SettingsError(f"There is nothing to resume in {wish.checkpoint}; leave --resume out.")
+    check_out(wish.out)
     wish.checkpoint.mkdir(parents=True, exist_ok=True)
     loaded = load(resolve_model(wish.model, tools.cache_dir))
     trunk = Trunk.of(loaded).fingerprint()
@@ -107,9 +109,9 @@ def forge(wish: Wish, tools: Tools) -> dict[str, Any]:
     trainer = Trainer(target, config, fresh_head(config, loaded, scale), recipe)
     measure = Acceptance(target, trainer.unrolled, wish.depths, held_out_batches)
     if wish.resume and (wish.checkpoint / CHECKPOINT).exists():
-        trainer.load(wish.checkpoint, {"data": wish.data})
+        trainer.load(wish.checkpoint, {"data": wish.data, "trunk": trunk})
         tools.say(f"going on from step {trainer.steps}")
-    losses = Run(wish, tools, trainer, measure, shape, began).train(taught)
+    losses = Run(wish, tools, trainer, measure, shape, began, {"data": wish.data, "trunk": trunk}).train(taught)
     made = small(wish, config, trainer.head, target.dtype)
     report: dict[str, Any] = {
         "model": loaded.name,
@@ -127,6 +129,18 @@ def forge(wish: Wish, tools: Tools) -> dict[str, Any]:
     tools.say(f"as it is served: {held(report['acceptance'])}")
     finish(wish, tools, made, report, partial(judged, loaded, held_out))
     return report
+
+
+def check_out(out: Path) -> None:
+    """Refuse a folder whose files are no head's: a model's would be written over.
+
+    Raises:
+        SettingsError: it holds something else.
+    """
+    config = read_config(out)
+    foreign = config.get("model_type") != FORGED if config else next(out.glob("*.safetensors"), None) is not None
+    if foreign:
+        raise SettingsError(f"--out {out} holds a model or something else; choose a folder of the head's own.")
 
 
 def small(wish: Wish, config: ForgedConfig, head: Head, dtype: mx.Dtype) -> tuple[ForgedConfig, Head]:
@@ -165,7 +179,10 @@ def texts(wish: Wish, tools: Tools, loaded: LoadedModel, target: Target) -> tupl
     found = prompt_set.ids(prompt_set.chosen(wish.prompts, wish.seed), loaded.tokenizer, longest)
     count = min(_MOST_HELD_OUT, len(found) // _HELD_OUT or 1)
     if len(found) < 2:
-        raise SettingsError(f"{wish.prompts} has {len(found)} prompts that fit the model; two are the least.")
+        raise SettingsError(
+            f"{wish.prompts or 'Our set'} has {len(found)} prompts that fit the model beside answers of "
+            f"{wish.length} tokens; two are the least."
+        )
     writing = Writing(wish.length, wish.batch, loaded.eos_ids, temperatures(wish.temperatures))
     tools.say(f"{len(found) - count} prompts to learn from, {count} held out; writing {wish.tokens} tokens")
     held_out = [
@@ -187,14 +204,18 @@ def texts(wish: Wish, tools: Tools, loaded: LoadedModel, target: Target) -> tupl
         if tools.clock() - told > wish.every or made >= wish.tokens:
             told = tools.clock()
             tools.say(f"  {made} tokens written, {made / (told - begun):.0f} a second")
-    text.save(kept, taught)
+    # What is looked for by --resume comes last.
     text.save(held, held_out)
+    text.save(kept, taught)
     return taught, held_out
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The training loop. measure: on held-out text. shape: of the batches. began: when all of it did."""
+    """The training loop.
+
+    measure: on held-out text. shape: of the batches. began: when all of it did. about: kept in checkpoints.
+    """
 
     wish: Wish
     tools: Tools
@@ -202,6 +223,7 @@ class Run:
     measure: Acceptance
     shape: Shape
     began: float
+    about: dict[str, Any]
 
     def train(self, taught: list[Text]) -> list[float]:
         """Train to the end of the wish; the last losses by depth. A checkpoint is kept at the end, too."""
@@ -230,11 +252,11 @@ class Run:
                 self._tell(f"step {trainer.steps} ({100 * progress:.0f} %)", recent, tokens / (clock() - told))
                 recent, tokens, told = [], 0, clock()
             if clock() - kept > 60 * wish.checkpoint_minutes:
-                trainer.save(wish.checkpoint, {"data": wish.data})
+                trainer.save(wish.checkpoint, self.about)
                 kept = clock()
         if before is not None:
             recent.append(np.array(before))
-        trainer.save(wish.checkpoint, {"data": wish.data})
+        trainer.save(wish.checkpoint, self.about)
         return self._tell(f"step {trainer.steps}, the last", recent, 0.0)
 
     def _batches(self, taught: list[Text]) -> Iterator[Batch]:

@@ -59,11 +59,12 @@ def read(file: Path) -> list[Prompt]:
         try:
             told = json.loads(line)
             found.append(Prompt(str(told["prompt"]), str(told.get("begun", ""))))
-        except (ValueError, LookupError) as error:
+        except (ValueError, LookupError, RecursionError) as error:
             raise SettingsError(
                 f'--prompts: line {number} of {file} is neither text nor an object like {{"prompt": "..."}}.'
             ) from error
-    return found
+    # Twice the same would be held out and learnt from.
+    return list(dict.fromkeys(found))
 
 
 def ids(prompts: Sequence[Prompt], tokenizer: Any, longest: int) -> list[list[int]]:

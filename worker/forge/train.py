@@ -14,6 +14,7 @@ from mlx import optimizers
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mtplx.errors import ModelFilesError
+from worker.engine.files import write_tensors
 from worker.engine.load import LoadedModel
 from worker.forge.loss import Lesson, taught
 from worker.forge.target import Target
@@ -177,9 +178,7 @@ class Trainer:
         arrays = {f"head.{name}": one for name, one in tree_flatten(self.head.parameters())}
         arrays |= {f"optimizer.{name}": one for name, one in tree_flatten(self._optimizer.state)}
         about = {"steps": self.steps, "seconds": self.seconds, "recipe": asdict(self.recipe), **told}
-        fresh = folder / f"part-{CHECKPOINT}"
-        mx.save_safetensors(str(fresh), arrays, metadata={"about": json.dumps(about)})
-        fresh.replace(folder / CHECKPOINT)
+        write_tensors(folder / CHECKPOINT, arrays, {"about": json.dumps(about)})
 
     def load(self, folder: Path, told: dict[str, Any]) -> None:
         """Go on from what `save` wrote in *folder*; *told* must be as it was.

@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.llama import ModelArgs, TransformerBlock
 
 from mtplx.errors import ModelFilesError
+from worker.engine.files import write_tensors
 from worker.engine.load import LoadedModel
 from worker.engine.trunk import Trunk
 from worker.speculation.mtp.head import Head
@@ -67,7 +68,7 @@ def read_config(folder: Path) -> ForgedConfig:
         if found.pop("model_type") != MODEL_TYPE:
             raise ValueError(f"its model_type is not {MODEL_TYPE}")
         return ForgedConfig(**found)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ModelFilesError(
             f"{folder} holds no head that `mtplx forge` wrote ({error}). --mtp takes such a directory, or "
             "one with a head of the model's own family."
@@ -81,7 +82,7 @@ def load(folder: Path, loaded: LoadedModel, trunk: Trunk) -> Head:
         ModelFilesError: it is not whole, or was made for another model.
     """
     config = read_config(folder)
-    if config.trunk != trunk.fingerprint():
+    if config.trunk != trunk.fingerprint() or config.hidden_size != trunk.norm_width:
         raise ModelFilesError(
             f"The head in {folder} was made for another model than {loaded.name}; "
             "make one with: mtplx forge MODEL --out DIR"
@@ -89,7 +90,7 @@ def load(folder: Path, loaded: LoadedModel, trunk: Trunk) -> Head:
     try:
         head = config.module()
         head.load_weights(str(folder / WEIGHTS))
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ModelFilesError(f"{folder / WEIGHTS} is not the weights of its config ({error}).") from error
     head.set_dtype(getattr(mx, loaded.dtype))
     head.eval()
@@ -100,7 +101,7 @@ def load(folder: Path, loaded: LoadedModel, trunk: Trunk) -> Head:
 def save(folder: Path, config: ForgedConfig, head: Head) -> None:
     """Write the head to *folder*, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
-    mx.save_safetensors(str(folder / WEIGHTS), dict(tree_flatten(head.parameters())))
+    write_tensors(folder / WEIGHTS, dict(tree_flatten(head.parameters())), {"format": "mlx"})
     text = json.dumps({"model_type": MODEL_TYPE, **asdict(config)}, indent=2)
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
 

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import json
-import struct
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from mtplx.errors import ModelFilesError
+from mtplx.paths import is_file
+from worker.engine.files import Tensor, tensors_of
 from worker.speculation.mtp.shapes import Config, Shape, declared, parts, shape_of
 
 CONFIG: Final = "config.json"
 FORGED: Final = "mtplx_mtp"
 _WEIGHT: Final = ".weight"
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """Where a tensor stands, and what of."""
-
-    file: Path
-    shape: tuple[int, ...]
-    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +43,13 @@ def read_config(folder: Path) -> Config:
         ModelFilesError: it cannot be read.
     """
     file = folder / CONFIG
-    if not file.is_file():
+    if not is_file(file):
         return {}
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise TypeError("it is no object")
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ModelFilesError(f"{file} cannot be read as JSON ({error}). Fetch it again.") from error
     return found
 
@@ -68,18 +60,9 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
     Raises:
         ModelFilesError: a file is damaged.
     """
-    found = {}
+    found: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with file.open("rb") as stream:
-                (length,) = struct.unpack("<Q", stream.read(8))
-                header: dict[str, Any] = json.loads(stream.read(min(length, file.stat().st_size)))
-            header.pop("__metadata__", None)
-            for name, entry in header.items():
-                first, end = entry["data_offsets"]
-                found[name] = Tensor(file, tuple(entry["shape"]), end - first)
-        except (OSError, struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ModelFilesError(f"{file} is not a whole safetensors file ({error}). Fetch it again.") from error
+        found |= tensors_of(file)
     return found
 
 
@@ -98,7 +81,12 @@ def survey(model: Path, own: Path | None = None) -> Found:
             None, why=f"no head is known for models of type {kind}; `mtplx forge` makes one for dense ones"
         )
     tensors = tensors_in(folder)
-    modules = parts(shape, config, list(tensors), apart=own is not None)
+    try:
+        modules = parts(shape, config, list(tensors), apart=own is not None)
+    except (TypeError, ValueError) as error:
+        raise ModelFilesError(
+            f"{model / CONFIG} does not describe a {shape.family} head ({error}). Fetch it again."
+        ) from error
     if modules:
         return Found(shape, modules, tensors)
     if own is not None:

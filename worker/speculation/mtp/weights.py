@@ -16,13 +16,15 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
 from mtplx.errors import ModelFilesError
+from mtplx.paths import is_folder
+from worker.engine.files import Tensor
 from worker.engine.load import LoadedModel
 from worker.engine.trunk import Trunk
 from worker.speculation.mtp import forged
 from worker.speculation.mtp.blocks import Block, Weights, block_of
 from worker.speculation.mtp.head import Head, Wiring
 from worker.speculation.mtp.shapes import OUTER, Config, Shape, text_config
-from worker.speculation.mtp.survey import FORGED, Found, Tensor, read_config, survey
+from worker.speculation.mtp.survey import FORGED, Found, read_config, survey
 
 # Norms that a head and the layers of its model both have, by which their convention is told.
 _TELLING: Final = (
@@ -42,7 +44,7 @@ def load_head(path: Path, loaded: LoadedModel, trunk: Trunk, own: Path | None) -
     Raises:
         ModelFilesError: there is none, it is not whole, or it was made for another model; says what to do.
     """
-    if own is not None and not own.is_dir():
+    if own is not None and not is_folder(own):
         raise ModelFilesError(f"--mtp: {own} is not a directory.")
     if own is not None and read_config(own).get("model_type") == FORGED:
         rows = forged.read_config(own).vocab_size
@@ -61,7 +63,7 @@ def load_head(path: Path, loaded: LoadedModel, trunk: Trunk, own: Path | None) -
         shift = found.shape.centred and _is_centred(found, modules, trunk)
         for head, weights in modules:
             _fill(head, weights, shift=shift, dtype=getattr(mx, loaded.dtype))
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
         raise ModelFilesError(
             f"The head in {own or path} does not fit {loaded.name}: {error}. It has to come from a checkpoint of "
             "the same model, in a type that MLX reads (bf16, or quantised by mlx-lm)."
@@ -85,7 +87,9 @@ def _module(config: Config, found: Found, step: int, trunk: Trunk) -> tuple[Head
     _drop_shared(weights, trunk)
     for name, kind in (("embedding", nn.Embedding), ("head", nn.Linear)):
         if f"{name}.weight" in weights:
-            rows = weights[f"{name}.weight"].shape[0]
+            rows, theirs = weights[f"{name}.weight"].shape[0], trunk.embedding.weight.shape[0]
+            if rows != theirs:
+                raise ValueError(f"its {name} has {rows} ids, not {theirs}")
             head[name] = nn.Embedding(rows, width) if kind is nn.Embedding else nn.Linear(width, rows, bias=False)
     return head, weights
 
