@@ -503,7 +503,7 @@ def test_a_draft_model_that_memory_does_not_hold_is_refused_before_it_is_loaded(
     folder = make_llama(tmp_path / "draft")
     monkeypatch.setattr(memory, "room", lambda: Memory(total=10**6, used=10**6 - 1000))
     monkeypatch.setattr(speculation, "load", lambda _path: pytest.fail("it is not loaded"))
-    with pytest.raises(SettingsError, match=r"its weights take .* smaller draft model"):
+    with pytest.raises(SettingsError, match=r"its weights take .* --kv-memory.* something smaller"):
         draft_model(settings(folder, tmp_path), target, 512, ticking())
 
 

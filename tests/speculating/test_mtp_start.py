@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 
+import mlx.core as mx
 import pytest
 from speculating.mtp_checkpoints import checkpoint
 from speculating.test_start_up import Start
 
-from mtplx.errors import ModelFilesError
+from mtplx.errors import ModelFilesError, SettingsError
+from worker.engine import memory
 from worker.engine.load import load
 
 
@@ -40,3 +42,15 @@ def test_a_conversion_without_its_head_starts_and_where_a_head_is_asked_for_says
     assert "conversions drop it" in caplog.text
     with pytest.raises(ModelFilesError, match=r"declares a head .* --mtp PATH"):
         begin(model=model, draft="mtp")
+
+
+def test_a_head_that_memory_does_not_hold_is_refused_before_its_weights_are_read(
+    tmp_path, caplog, monkeypatch
+) -> None:
+    begin, model = start(tmp_path, "mimo")
+    monkeypatch.setattr(memory, "room", lambda: memory.Room(total=10**6, used=10**6 - 1000))
+    monkeypatch.setattr(mx, "load", lambda *_, **__: pytest.fail("it is not read"))
+    with pytest.raises(SettingsError, match=r"The head in .* its weights take .* --draft ngram"):
+        begin(model=model, draft="mtp")
+    assert begin(model=model).info["draft"] == "ngram"
+    assert "Nothing drafts in its place" in caplog.text

@@ -134,8 +134,10 @@ def pages_for_model(
     return pool_pages(asked, room(), need)
 
 
-def check_draft_fits(name: str, weights: int) -> None:
-    """Refuse a draft model whose *weights*, in bytes, are more than the device has left, before they are loaded.
+def check_draft_fits(what: str, weights: int) -> None:
+    """Refuse what drafts where its *weights*, in bytes, are more than the device has left, before they are loaded.
+
+    what: it is, in words that a sentence about it begins with.
 
     Raises:
         SettingsError: they are.
@@ -143,9 +145,9 @@ def check_draft_fits(name: str, weights: int) -> None:
     now = room()
     if weights > now.left:
         raise SettingsError(
-            f"--draft model:{name}: its weights take {format_size(weights, up=True)}, and the device has "
-            f"{format_size(now.left)} left beside the {format_size(now.used)} in use; take a smaller draft model, "
-            "or give keys and values less with --kv-memory."
+            f"{what}: its weights take {format_size(weights, up=True)}, and the device has "
+            f"{format_size(now.left)} left beside the {format_size(now.used)} in use; give keys and values less "
+            "with --kv-memory, or draft with something smaller: --draft ngram needs no memory."
         )
 
 

@@ -224,7 +224,7 @@ def draft_model(
     try:
         path = resolve_model(name, settings.cache_dir)
         check_model_files(path)
-        check_draft_fits(name, weight_file_bytes(path))
+        check_draft_fits(f"--draft model:{name}", weight_file_bytes(path))
         loaded = load(path)
     except ModelFilesError as error:
         raise ModelFilesError(f"--draft model:{name}: {error}") from error

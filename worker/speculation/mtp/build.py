@@ -12,7 +12,7 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mtplx.errors import ModelFilesError
+from mtplx.errors import ModelFilesError, SettingsError
 from mtplx.paths import expanded
 from mtplx.settings import Settings
 from worker.engine.dense_in_place import DenseInPlace
@@ -72,7 +72,7 @@ def head_drafter(
     named = expanded(settings.mtp) if settings.mtp else None
     try:
         found = _head(settings, loaded, named)
-    except ModelFilesError as error:
+    except (ModelFilesError, SettingsError) as error:
         if named is not None or settings.draft == "mtp":
             raise
         _log.warning("%s Nothing drafts in its place.", error)

@@ -19,6 +19,7 @@ from mtplx.errors import ModelFilesError
 from mtplx.paths import is_folder
 from worker.engine.files import Tensor
 from worker.engine.load import LoadedModel
+from worker.engine.memory import check_draft_fits
 from worker.engine.trunk import Trunk
 from worker.speculation.mtp import forged
 from worker.speculation.mtp.blocks import Block, Weights, block_of
@@ -43,6 +44,7 @@ def load_head(path: Path, loaded: LoadedModel, trunk: Trunk, own: Path | None) -
 
     Raises:
         ModelFilesError: there is none, it is not whole, or it was made for another model; says what to do.
+        SettingsError: memory does not hold it.
     """
     if own is not None and not is_folder(own):
         raise ModelFilesError(f"--mtp: {own} is not a directory.")
@@ -57,6 +59,7 @@ def load_head(path: Path, loaded: LoadedModel, trunk: Trunk, own: Path | None) -
     found = survey(path, own)
     if found.shape is None or not found.modules:
         raise ModelFilesError(f"{loaded.name} has no head to draft with: {found.why}.")
+    check_draft_fits(f"The head in {own or path}", found.bytes)
     config = read_config(path)
     try:
         modules = [_module(config, found, step, trunk) for step in range(len(found.modules))]
