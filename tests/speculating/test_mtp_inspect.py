@@ -18,11 +18,11 @@ from mtplx.cli.main import main
 from mtplx.errors import Exit, ModelFilesError
 from worker import inspect
 from worker.speculation.mtp.forged import ForgedConfig, save
-from worker.speculation.mtp.survey import tensors_in
+from worker.speculation.mtp.survey import Checkpoint, tensors_in
 
 
 def rows(path: Path, own: Path | None = None) -> dict[str, dict]:
-    return {row["source"]: row for row in inspect.report(path, own)["sources"]}
+    return {row["source"]: row for row in inspect.report(Checkpoint.at(path), own)["sources"]}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -99,7 +99,7 @@ def test_headers_that_no_file_should_have_are_told_in_a_sentence(tmp_path, heade
     (tmp_path / "model").mkdir()
     checkpoint(tmp_path / "model", "mimo")
     with pytest.raises(ModelFilesError, match=said):
-        inspect.report(tmp_path / "model", with_head(tmp_path / "head", header))
+        inspect.report(Checkpoint.at(tmp_path / "model"), with_head(tmp_path / "head", header))
 
 
 def test_links_in_circles_and_folders_in_the_place_of_files_are_told(tmp_path) -> None:
@@ -110,7 +110,7 @@ def test_links_in_circles_and_folders_in_the_place_of_files_are_told(tmp_path) -
         own.mkdir()
         kind(own / "model.safetensors")
         with pytest.raises(ModelFilesError, match="no file is there"):
-            inspect.report(tmp_path / "model", own)
+            inspect.report(Checkpoint.at(tmp_path / "model"), own)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_config_that_makes_no_sense_is_told_in_a_sentence(tmp_path, name: str,
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     with pytest.raises(ModelFilesError, match=r"config.json does not describe a .* head"):
-        inspect.report(tmp_path)
+        inspect.report(Checkpoint.at(tmp_path))
 
 
 def test_the_command_draws_a_table_and_prints_json(tmp_path, monkeypatch) -> None:
@@ -136,7 +136,7 @@ def test_the_command_draws_a_table_and_prints_json(tmp_path, monkeypatch) -> Non
     checkpoint(tmp_path, "step3p5")
     told = CliRunner().invoke(main, ["inspect", str(tmp_path), "--json"])
     assert told.exit_code == 0, told.output
-    assert json.loads(told.output) == inspect.report(tmp_path)
+    assert json.loads(told.output) == inspect.report(Checkpoint.at(tmp_path))
 
 
 def test_the_table_has_a_row_for_each_source(capsys, monkeypatch) -> None:

@@ -17,7 +17,7 @@ from speculating.test_mtp_heads import Made, run
 from mtplx.errors import ModelFilesError
 from worker.engine.load import load
 from worker.engine.trunk import Trunk
-from worker.speculation.mtp.survey import survey
+from worker.speculation.mtp.survey import Checkpoint, survey
 from worker.speculation.mtp.weights import load_head
 
 
@@ -166,7 +166,7 @@ def test_heads_in_a_shard_of_their_own_are_found_and_copies_are_not_kept_twice(t
     (tmp_path / "model.safetensors").unlink()
     save(tmp_path / "model-00001-of-00002.safetensors", trunk)
     save(tmp_path / "model-00002-of-00002.safetensors", head)
-    found = survey(tmp_path)
+    found = survey(Checkpoint.at(tmp_path))
     assert found.bytes == sum(one.nbytes for one in head.values())
     assert {found.tensors[name].file.name for name in found.modules[0].values()} == {
         "model-00002-of-00002.safetensors"
@@ -181,4 +181,4 @@ def test_models_of_unknown_kinds_have_no_head(made: Made, tmp_path) -> None:
     shutil.copytree(made.folder, other, ignore=lambda *_: ["head", "other"])
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
-    assert survey(other).why.startswith("no head is known for models of type llama")
+    assert survey(Checkpoint.at(other)).why.startswith("no head is known for models of type llama")

@@ -88,11 +88,16 @@ def _download(hub_id: str) -> Path:
     try:
         return Path(mlx_lm_utils._download(hub_id))  # noqa: SLF001 - the one way mlx-lm itself fetches a model
     except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelFilesError(
-            f"{hub_id} cannot be fetched from Hugging Face ({reason}). Check the name and the network; models "
-            "behind a licence need `hf auth login`. A directory or a pulled name works without a network."
-        ) from error
+        raise unreachable(hub_id, error) from error
+
+
+def unreachable(hub_id: str, error: Exception) -> ModelFilesError:
+    """What is told where the hub does not give *hub_id*."""
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return ModelFilesError(
+        f"{hub_id} cannot be fetched from Hugging Face ({reason}). Check the name and the network; models "
+        "behind a licence need `hf auth login`. A directory or a pulled name works without a network."
+    )
 
 
 def weight_file_bytes(path: Path) -> int:

@@ -30,7 +30,7 @@ from worker.speculation.mtp.following import HeadRun
 from worker.speculation.mtp.head import Head
 from worker.speculation.mtp.module import ModuleHead
 from worker.speculation.mtp.packed import PackedHead
-from worker.speculation.mtp.survey import survey
+from worker.speculation.mtp.survey import Checkpoint, survey
 from worker.speculation.mtp.weights import load_head
 
 _log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def _head(settings: Settings, loaded: LoadedModel, named: Path | None) -> tuple[
     except ModelFilesError:
         # It was loaded from somewhere else.
         model = Path(settings.model)
-    found = survey(model)
+    found = survey(Checkpoint.at(model))
     own = named is None and bool(found.modules)
     try:
         trunk = Trunk.of(loaded)

@@ -9,12 +9,31 @@ from typing import Final
 
 from mtplx.errors import ModelFilesError
 from mtplx.paths import is_file
-from worker.engine.files import Tensor, tensors_of
+from worker.engine.files import Tensor, model_name, tensors_of
 from worker.speculation.mtp.shapes import Config, Shape, declared, parts, shape_of
 
 CONFIG: Final = "config.json"
 FORGED: Final = "mtplx_mtp"
 _WEIGHT: Final = ".weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model before it is loaded. name: for people. where: its files are. tensors: of all of them."""
+
+    name: str
+    where: str
+    config: Config
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def at(cls, folder: Path) -> Checkpoint:
+        """That in *folder*.
+
+        Raises:
+            ModelFilesError: files are damaged.
+        """
+        return cls(model_name(folder), str(folder), read_config(folder), tensors_in(folder))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,26 +85,25 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def survey(model: Path, own: Path | None = None) -> Found:
-    """Look for the head of the model in *model*; *own*, where given, is the directory to look in.
+def survey(model: Checkpoint, own: Path | None = None) -> Found:
+    """Look for the head of *model*; *own*, where given, is the directory to look in.
 
     Raises:
         ModelFilesError: files are damaged.
     """
-    config = read_config(model)
+    config = model.config
     shape = shape_of(config)
-    folder = own or model
     if shape is None:
         kind = config.get("model_type", "unknown")
         return Found(
             None, why=f"no head is known for models of type {kind}; `mtplx forge` makes one for dense ones"
         )
-    tensors = tensors_in(folder)
+    tensors = model.tensors if own is None else tensors_in(own)
     try:
         modules = parts(shape, config, list(tensors), apart=own is not None)
     except (TypeError, ValueError) as error:
         raise ModelFilesError(
-            f"{model / CONFIG} does not describe a {shape.family} head ({error}). Fetch it again."
+            f"{model.where}/{CONFIG} does not describe a {shape.family} head ({error}). Fetch it again."
         ) from error
     if modules:
         return Found(shape, modules, tensors)

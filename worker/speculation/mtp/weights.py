@@ -25,7 +25,7 @@ from worker.speculation.mtp import forged
 from worker.speculation.mtp.blocks import Block, Weights, block_of
 from worker.speculation.mtp.head import Head, Wiring
 from worker.speculation.mtp.shapes import OUTER, Config, Shape, text_config
-from worker.speculation.mtp.survey import FORGED, Found, read_config, survey
+from worker.speculation.mtp.survey import FORGED, Checkpoint, Found, read_config, survey
 
 # Norms that a head and the layers of its model both have, by which their convention is told.
 _TELLING: Final = (
@@ -56,7 +56,7 @@ def load_head(path: Path, loaded: LoadedModel, trunk: Trunk, own: Path | None) -
                 "one with: mtplx forge MODEL --out DIR"
             )
         return forged.load(own, loaded, trunk)
-    found = survey(path, own)
+    found = survey(Checkpoint.at(path), own)
     if found.shape is None or not found.modules:
         raise ModelFilesError(f"{loaded.name} has no head to draft with: {found.why}.")
     check_draft_fits(f"The head in {own or path}", found.bytes)
