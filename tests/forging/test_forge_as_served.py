@@ -11,9 +11,10 @@ from worker.engine.load import LoadedModel
 from worker.engine.trunk import Trunk
 from worker.forge import text
 from worker.forge.accept import Acceptance
+from worker.forge.states import pairs
 from worker.forge.target import Target
 from worker.forge.text import Shape, Text, Writing
-from worker.forge.train import Recipe, Trainer, config_of, fresh_head, in_type, pairs
+from worker.forge.train import Recipe, Trainer, config_of, fresh_head, in_type
 from worker.forge.unrolled import Unrolled
 from worker.speculation.mtp.forged import ForgedConfig, quantized
 from worker.speculation.mtp.head import Head, Reading
@@ -116,7 +117,7 @@ def test_acceptance_is_what_serving_would_accept(tiny_model: Callable[[str], Loa
     texts = text.write(target, prompts, [0.0, 0.0], Writing(length=40, batch=2, eos_ids=frozenset()), 1)
     shape = Shape(positions=128, length=128, depths=3)
     # It learns them by heart, nearly: some guesses are right, some wrong.
-    trainer = Trainer(target, config, head, Recipe(depths=3, rate=1e-2))
+    trainer = Trainer(target, config, head, Recipe(depths=3, deep=0.0, rate=1e-2))
     for batch in [*text.batches(texts, shape, None)] * 12:
         trainer.step(batch, 0.3)
     measured = Acceptance(target, Unrolled(config, head), 3, list(text.batches(texts, shape, None)))

@@ -27,7 +27,7 @@ from worker.speculation.mtp import forged
 
 LIMIT_S = 400.0
 SMALL = {
-    "tokens": 3000, "temperatures": "0,0.3", "length": 40, "batch": 64, "step_tokens": 512, "steps": 36, "rate": 5e-3,
+    "tokens": 3000, "temperatures": "0,0.3", "length": 40, "batch": 64, "step_tokens": 512, "steps": 48, "rate": 5e-3,
     "every": 0.0, "checkpoint_minutes": 1e9,
 }  # fmt: skip
 
@@ -78,7 +78,7 @@ def judge(gain: float):
 
 def test_a_head_of_a_random_model_learns_its_text(model: Path, prompts: Path, tmp_path: Path) -> None:
     """The whole command in real processes: loss falls, 9 of 10 guesses are right, and the files are a head."""
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in {**SMALL, "every": 2.0}.items()]
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in {**SMALL, "every": 0.2}.items()]
     out = tmp_path / "head"
     done = run(str(model), f"--out={out}", f"--prompts={prompts}", *options, "--force", folder=tmp_path)
     assert done.returncode == 0, done.stderr

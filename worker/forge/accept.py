@@ -9,9 +9,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from worker.forge.states import pairs
 from worker.forge.target import Target
 from worker.forge.text import Batch
-from worker.forge.train import pairs
 from worker.forge.unrolled import Unrolled, Weights
 
 # Positions whose logits are in memory at once.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -14,15 +15,19 @@ import mlx.core as mx
 import numpy as np
 
 from mtplx.errors import SettingsError
+from mtplx.sizes import format_size
 from worker.engine.load import LoadedModel, load, resolve_model
+from worker.engine.memory import room
 from worker.engine.trunk import Trunk
 from worker.forge import prompts as prompt_set
 from worker.forge import text
 from worker.forge.accept import Acceptance
+from worker.forge.columns import Share, columns_of
 from worker.forge.loss import Lesson
+from worker.forge.states import source
 from worker.forge.target import Target, up_to
 from worker.forge.text import Batch, Shape, Text, Writing
-from worker.forge.train import CHECKPOINT, Recipe, Trainer, config_of, fresh_head, in_type, scale_of
+from worker.forge.train import CHECKPOINT, Matter, Recipe, Trainer, config_of, fresh_head, in_type, scale_of
 from worker.forge.worth import Served, told
 from worker.speculation.mtp.forged import ForgedConfig, quantized, save
 from worker.speculation.mtp.head import Head
@@ -33,6 +38,7 @@ TEXT: Final = "text.npz"
 HEAD: Final = "head"
 # Prompts whose greedy answers are never trained on: one in so many, this many at most.
 _HELD_OUT, _MOST_HELD_OUT = 20, 128
+_ANEW: Final = "the model's states are computed for each step anew: memory does not hold those of all texts"
 # Held-out prompts whose answers are timed.
 _TIMED: Final = 8
 
@@ -106,7 +112,10 @@ def forge(wish: Wish, tools: Tools) -> dict[str, Any]:
     shape = Shape(wish.step_tokens, up_to(max(len(one.ids) for one in taught)), wish.depths)
     held_out_batches = list(text.batches(held_out, shape, None))
     scale = scale_of(target, mx.array(held_out_batches[0].ids))
-    trainer = Trainer(target, config, fresh_head(config, loaded, scale), recipe)
+    of, bytes_ = source(target, taught, shape, room().left // 2)
+    tools.say(f"the model's states of all texts are kept ({format_size(bytes_)})" if bytes_ else _ANEW)
+    matter = Matter(of, columns_of(target.lm_head, taught, Share(seed=wish.seed)))
+    trainer = Trainer(target, config, fresh_head(config, loaded, scale), recipe, matter)
     measure = Acceptance(target, trainer.unrolled, wish.depths, held_out_batches)
     if wish.resume and (wish.checkpoint / CHECKPOINT).exists():
         trainer.load(wish.checkpoint, {"data": wish.data, "trunk": trunk})
@@ -225,7 +234,7 @@ class Run:
     began: float
     about: dict[str, Any]
 
-    def train(self, taught: list[Text]) -> list[float]:
+    def train(self, taught: list[Text]) -> list[float | None]:
         """Train to the end of the wish; the last losses by depth. A checkpoint is kept at the end, too."""
         wish, trainer, clock = self.wish, self.trainer, self.tools.clock
         per_epoch = sum(1 for _ in text.batches(taught, self.shape, None))
@@ -266,11 +275,13 @@ class Run:
             yield from text.batches(taught, self.shape, luck.permutation)
             epoch += 1
 
-    def _tell(self, where: str, recent: list[Any], rate: float) -> list[float]:
-        losses = [round(float(one), 4) for one in np.mean(recent, axis=0)] if recent else []
+    def _tell(self, where: str, recent: list[Any], rate: float) -> list[float | None]:
+        means = [float(one) for one in np.mean(recent, axis=0)] if recent else []
+        losses = [None if math.isnan(one) else round(one, 4) for one in means]
         shares = self.measure.of(self.trainer.weights)
         speed_ = f", {rate:.0f} tokens/s" if rate else ""
-        self.tools.say(f"  {where}: loss {' '.join(f'{one:.3f}' for one in losses)}; {held(shares)}{speed_}")
+        loss = " ".join("-" if one is None else f"{one:.3f}" for one in losses)
+        self.tools.say(f"  {where}: loss {loss}; {held(shares)}{speed_}")
         return losses
 
 

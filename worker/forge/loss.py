@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from worker.forge.columns import Columns
+
 
 class Lesson(NamedTuple):
     """How the law is taught. hard: share of the trunk's likeliest token in it; chunk: positions at once."""
@@ -15,15 +17,15 @@ class Lesson(NamedTuple):
 
 
 def taught(
-    states: list[mx.array], truth: mx.array, weights: mx.array, lm_head: mx.array, lesson: Lesson
+    states: list[mx.array], truth: mx.array, weights: mx.array, columns: Columns, lesson: Lesson
 ) -> tuple[mx.array, mx.array]:
     """(a scalar whose gradient by *states* is the loss's, the loss by depth float32 [D]).
 
     states: of each depth T [M, K]. truth: T [M, K], the trunk's states that give the token guessed there. weights:
-    float32 [D, M]; the loss of a depth is the sum of its positions' cross-entropies by them. lm_head: T [K, V].
+    float32 [D, M]; the loss of a depth is the sum of its positions' cross-entropies by them. columns: S of them.
 
     The gradient by the states is known in closed form, (q - p) LM_head^T, so it is computed beside the loss, and
-    no logits are kept for a backward pass: of a chunk of positions at a time there are D + 1 arrays [chunk, V].
+    no logits are kept for a backward pass: of a chunk of positions at a time there are D + 1 arrays [chunk, S].
     """
     gradients: list[list[mx.array]] = [[] for _ in states]
     total = mx.zeros(len(states))
@@ -31,10 +33,10 @@ def taught(
         part = slice(start, start + lesson.chunk)
         # Chained, or all chunks' logits may be in memory at once.
         rows = mx.depends([truth[part]], [total])[0]
-        wanted = _target(mx.stop_gradient(rows), lm_head, lesson.hard)
+        wanted = _target(mx.stop_gradient(rows), columns, lesson.hard)
         losses = []
         for depth, state in enumerate(states):
-            loss, gradient = _one(mx.stop_gradient(state[part]), wanted, weights[depth, part], lm_head)
+            loss, gradient = _one(mx.stop_gradient(state[part]), wanted, weights[depth, part], columns)
             losses.append(loss)
             gradients[depth].append(gradient)
         total = total + mx.stack(losses)
@@ -45,19 +47,25 @@ def taught(
     return carrier, total
 
 
-def _target(truth: mx.array, lm_head: mx.array, hard: float) -> mx.array:
-    """The law that is taught, float32 [m, V]."""
-    logits = (truth @ lm_head).astype(mx.float32)
-    soft = mx.softmax(logits, axis=-1)
+def _logits(states: mx.array, columns: Columns) -> tuple[mx.array, mx.array]:
+    """(logits, the same with their shift), float32 [m, S]."""
+    logits = (states @ columns.head).astype(mx.float32)
+    return logits, logits if columns.shift is None else logits + columns.shift
+
+
+def _target(truth: mx.array, columns: Columns, hard: float) -> mx.array:
+    """The law that is taught, float32 [m, S]."""
+    logits, shifted = _logits(truth, columns)
+    soft = mx.softmax(shifted, axis=-1)
     likeliest = logits.argmax(axis=-1, keepdims=True) == mx.arange(logits.shape[-1])
     return (1 - hard) * soft + hard * likeliest
 
 
-def _one(state: mx.array, wanted: mx.array, weights: mx.array, lm_head: mx.array) -> tuple[mx.array, mx.array]:
+def _one(state: mx.array, wanted: mx.array, weights: mx.array, columns: Columns) -> tuple[mx.array, mx.array]:
     """(loss, gradient by the state float32 [m, K]) of one depth."""
-    logits = (state @ lm_head).astype(mx.float32)
-    lse = mx.logsumexp(logits, axis=-1, keepdims=True)
+    logits, shifted = _logits(state, columns)
+    lse = mx.logsumexp(shifted, axis=-1, keepdims=True)
     loss = (weights * (lse[:, 0] - (wanted * logits).sum(-1))).sum()
-    difference = mx.exp(logits - lse) - wanted
-    gradient = (difference.astype(state.dtype) @ lm_head.T).astype(mx.float32)
+    difference = mx.exp(shifted - lse) - wanted
+    gradient = (difference.astype(state.dtype) @ columns.head.T).astype(mx.float32)
     return loss, gradient * weights[:, None]

@@ -82,6 +82,11 @@ class Target:
         mx.eval(self.lm_head, [one.weight for products in self._layers for one in products])
 
     @property
+    def width(self) -> int:
+        """K."""
+        return int(self._packed.norm.size)
+
+    @property
     def dtype(self) -> mx.Dtype:
         """Of all states."""
         return self._packed.dtype

@@ -141,11 +141,13 @@ def before_loop(answer: Ids) -> int:
 class Batch(NamedTuple):
     """Rows of one length.
 
-    ids: int32 [B, n], zeros behind a text. places: int32 [M], the positions j (of B * n) whose guess x[j+2] is
-    taught. weights: float32 [D, M], 1 where depth d guesses there.
+    ids: int32 [B, n], zeros behind a text. rows: int32 [B, n], which of all ids of all texts, one text after the
+    other, each is; -1 behind a text. places: int32 [M], the positions j (of B * n) whose guess x[j+2] is taught.
+    weights: float32 [D, M], 1 where depth d guesses there.
     """
 
     ids: Ids
+    rows: Ids
     places: Ids
     weights: npt.NDArray[np.float32]
 
@@ -167,26 +169,28 @@ def batches(
     Their number depends on the texts alone, not on luck.
     """
     order = range(len(texts)) if luck is None else luck(len(texts))
-    buckets: dict[int, list[Text]] = {}
+    starts = np.cumsum([0, *(len(one.ids) for one in texts)])
+    buckets: dict[int, list[int]] = {}
     for place in order:
         text = texts[place]
         # A text that teaches nothing: its answer is one token, or behind what is read.
         if min(len(text.ids), shape.length) > text.prompt + 1:
-            buckets.setdefault(min(up_to(len(text.ids)), shape.length), []).append(text)
-    groups: list[tuple[int, int, list[Text]]] = []
+            buckets.setdefault(min(up_to(len(text.ids)), shape.length), []).append(place)
+    groups: list[tuple[int, int, list[int]]] = []
     for length, members in sorted(buckets.items()):
         rows = max(1, shape.positions // length)
         groups += [(rows, length, members[at : at + rows]) for at in range(0, len(members), rows)]
     for place in range(len(groups)) if luck is None else luck(len(groups)):
         rows, length, members = groups[place]
-        yield _batch(members, rows, length, shape)
+        yield _batch([(int(starts[one]), texts[one]) for one in members], rows, length, shape)
 
 
-def _batch(texts: Sequence[Text], rows: int, length: int, shape: Shape) -> Batch:
-    ids = np.zeros((rows, length), np.int32)
+def _batch(texts: Sequence[tuple[int, Text]], rows: int, length: int, shape: Shape) -> Batch:
+    ids, numbers = np.zeros((rows, length), np.int32), np.full((rows, length), -1, np.int32)
     live = np.zeros((shape.depths, rows, length), np.float32)
-    for row, text in enumerate(texts):
+    for row, (start, text) in enumerate(texts):
         kept = min(len(text.ids), length)
+        numbers[row, :kept] = np.arange(start, start + kept)
         ids[row, :kept] = text.ids[:kept]
         for depth in range(1, shape.depths + 1):
             # The first draft stands behind the pair of the answer's first token, x[j+1].
@@ -198,4 +202,4 @@ def _batch(texts: Sequence[Text], rows: int, length: int, shape: Shape) -> Batch
     index[: len(places)] = places
     weights = np.zeros((shape.depths, size), np.float32)
     weights[:, : len(places)] = live.reshape(shape.depths, -1)[:, places]
-    return Batch(ids, index, weights)
+    return Batch(ids, numbers, index, weights)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -16,7 +17,9 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mtplx.errors import ModelFilesError
 from worker.engine.files import write_tensors
 from worker.engine.load import LoadedModel
+from worker.forge.columns import Columns
 from worker.forge.loss import Lesson, taught
+from worker.forge.states import Pairs, pairs
 from worker.forge.target import Target
 from worker.forge.text import Batch
 from worker.forge.unrolled import Unrolled, Weights
@@ -31,12 +34,14 @@ _BETAS: Final = [0.9, 0.95]
 class Recipe:
     """How a head is trained.
 
-    depths: of the unrolled head. decay: weight of a depth's loss over the one above. rate: of learning, at its
-    peak; it rises over the first `warm` share of the training and falls by a cosine to a hundredth of its peak.
-    clip: norm of the gradient at most. lesson: see there.
+    depths: of the unrolled head; deep: share of the training that goes by before any but the first is trained,
+    for the first costs a fraction of all and most of what it learns serves all. decay: weight of a depth's loss
+    over the one above. rate: of learning, at its peak; it rises over the first `warm` share of the training and
+    falls by a cosine to a hundredth of its peak. clip: norm of the gradient at most. lesson: see there.
     """
 
     depths: int = 4
+    deep: float = 0.6
     decay: float = 0.8
     rate: float = 1e-3
     warm: float = 0.02
@@ -116,6 +121,13 @@ def _dense_weight(layer: Any, name: str) -> mx.array:
     return weight
 
 
+class Matter(NamedTuple):
+    """What steps are made of. pairs: of a batch. columns: of the LM head, by the number of a step."""
+
+    pairs: Pairs
+    columns: Callable[[int], Columns]
+
+
 class Trainer:
     """A head, its optimizer, and how far they are.
 
@@ -124,14 +136,20 @@ class Trainer:
         config: of the head.
         head: float32 weights, trained in place.
         recipe: how.
+        matter: what of; by itself all is computed for each batch anew, over the whole LM head.
 
     steps: taken so far. seconds: spent on them.
     """
 
-    def __init__(self, target: Target, config: ForgedConfig, head: Head, recipe: Recipe) -> None:
+    def __init__(
+        self, target: Target, config: ForgedConfig, head: Head, recipe: Recipe, matter: Matter | None = None
+    ) -> None:
         self.head, self.recipe = head, recipe
         self.steps, self.seconds = 0, 0.0
         self._target = target
+        self._matter = matter or Matter(
+            lambda batch: pairs(target, mx.array(batch.ids)), lambda _step: Columns(target.lm_head)
+        )
         self.unrolled = Unrolled(config, head)
         self._optimizer = optimizers.AdamW(
             mx.array(recipe.rate), betas=_BETAS, weight_decay=recipe.weight_decay, bias_correction=True
@@ -144,27 +162,34 @@ class Trainer:
         return in_type(self.head, self._target.dtype)
 
     def step(self, batch: Batch, progress: float) -> mx.array:
-        """One step; the loss by depth float32 [D], not yet evaluated. progress: of the whole training, 0 to 1."""
-        decay = self.recipe.decay ** np.arange(self.recipe.depths, dtype=np.float32)
+        """One step; the loss by depth float32 [D], not yet evaluated. progress: of the whole training, 0 to 1.
+
+        The loss of a depth that is not trained yet is nan.
+        """
+        depths = self.recipe.depths if progress >= self.recipe.deep else 1
+        decay = self.recipe.decay ** np.arange(depths, dtype=np.float32)
         live = batch.weights.sum(axis=1)
         shares = batch.weights / np.maximum(live, 1)[:, None]
         rate = mx.array(self.recipe.rate_at(progress), dtype=mx.float32)
-        losses = self._step(mx.array(batch.ids), mx.array(batch.places), mx.array(shares), mx.array(decay), rate)
+        losses = self._step(batch, mx.array(shares[:depths]), mx.array(decay), rate)
+        losses = mx.pad(losses, (0, self.recipe.depths - depths), constant_values=mx.array(mx.nan))
         self.steps += 1
         mx.async_eval(losses, self.head.parameters(), self._optimizer.state)  # type: ignore[no-untyped-call]
         return losses
 
     # Not compiled: a step has dozens of kernels, and CUDA's compiler takes a second or two for each.
-    def _step(self, ids: mx.array, index: mx.array, shares: mx.array, decay: mx.array, rate: mx.array) -> mx.array:
-        hidden, embedded = pairs(self._target, ids)
+    def _step(self, batch: Batch, shares: mx.array, decay: mx.array, rate: mx.array) -> mx.array:
+        hidden, embedded = self._matter.pairs(batch)
+        columns = self._matter.columns(self.steps)
+        index = mx.array(batch.places)
         flat = hidden.reshape(-1, hidden.shape[-1])
         truth = flat[index + 1]
 
         def carrier(weights: Weights) -> tuple[mx.array, mx.array]:
             typed = tree_map(lambda one: one.astype(hidden.dtype), weights)
-            states = self.unrolled(typed, embedded, hidden, self.recipe.depths)
+            states = self.unrolled(typed, embedded, hidden, decay.size)
             rows = [state.reshape(flat.shape)[index] for state in states]
-            return taught(rows, truth, shares * decay[:, None], self._target.lm_head, self.recipe.lesson)
+            return taught(rows, truth, shares * decay[:, None], columns, self.recipe.lesson)
 
         (_, losses), gradients = mx.value_and_grad(carrier)(self.head.trainable_parameters())
         gradients, _ = optimizers.clip_grad_norm(gradients, self.recipe.clip)
@@ -220,9 +245,3 @@ def in_type(head: Head, dtype: mx.Dtype) -> Weights:
 
     weights: Weights = {name: one(part) for name, part in head.children().items()}
     return weights
-
-
-def pairs(target: Target, ids: mx.array) -> tuple[mx.array, mx.array]:
-    """(H[j], embedding of x[j+1]), each T [B, n, K], of rows of ids [B, n]; the last column has no next token."""
-    after = mx.concatenate([ids[:, 1:], mx.zeros_like(ids[:, :1])], axis=1)
-    return target.states(ids), target.embed(after)
