@@ -170,7 +170,19 @@ def damage(path: Path, error: object) -> JournalError:
     )
 
 
+def check_plain(path: Path) -> None:
+    """Refuse the journal at *path* where one of its files is a link, a folder, or a pipe, which nobody may fill.
+
+    Raises:
+        JournalError: naming the file.
+    """
+    for one in (path, log_of(path), path.with_name(path.name + INDEX), mark_of(path)):
+        if os.path.lexists(one) and (one.is_symlink() or not one.is_file()):
+            raise JournalError(f"{one} is no plain file; move it away, or choose another --state-dir.")
+
+
 def _is_there(path: Path) -> bool:
+    check_plain(path)
     if path.with_name(path.name + SALVAGED).exists():
         raise JournalError(f"A salvage of the journal {path} was cut short; run `mtplx journal salvage` again.")
     # SQLite takes an empty file for a new database, and throws its log away.
@@ -182,8 +194,6 @@ def _is_there(path: Path) -> bool:
                 f"{' and '.join(one.name for one in beside)} away to begin an empty one."
             )
         return False
-    if not path.is_file() or path.is_symlink():
-        raise JournalError(f"{path} is no plain file; move it away, or choose another --state-dir.")
     if path.stat().st_size < HEADER_BYTES:
         raise damage(path, "it is cut short")
     return True

@@ -65,6 +65,7 @@ def salvage(folder: Path) -> Report | None:
     path = folder / journal_open.NAME
     report, work, done = Report(), folder / _WORK, path.with_name(path.name + journal_open.SALVAGED)
     try:
+        journal_open.check_plain(path)
         if not done.exists():
             if not path.exists() and not journal_open.log_of(path).exists():
                 raise JournalError(f"There is no journal in {folder}; name its folder by --state-dir.")

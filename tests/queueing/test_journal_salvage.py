@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sqlite3
 import struct
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from queueing.journal_jobs import begin, draw, end, record
 
 from broker import journal_rows as rows
 from broker.journal_file import open_journal
-from broker.journal_open import PAGE_BYTES
+from broker.journal_open import PAGE_BYTES, check
 from broker.journal_salvage import salvage
 from mtplx.errors import JournalError
 
@@ -251,3 +253,29 @@ def test_a_second_damage_is_kept_beside_the_first(state):
         with (state / "journal.db").open("r+b") as file:
             file.truncate(5000)
         assert salvage(state).moved_to == f"journal.db.damaged-{number}"
+
+
+@pytest.mark.parametrize("name", ["journal.db", "journal.db-wal", "journal.db-shm", "journal.mark"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link", "link to nothing"])
+def test_what_is_no_plain_file_is_told_by_its_name_and_waited_for_by_nobody(
+    tmp_path, name: str, kind: str
+) -> None:
+    folder = tmp_path / "state"
+    lay(folder, written(folder, 1024, 3).files)
+    file = folder / name
+    if file.exists():
+        file.rename(tmp_path / "elsewhere")
+    match kind:
+        case "pipe":
+            os.mkfifo(file)
+        case "folder":
+            file.mkdir()
+        case "link":
+            (tmp_path / "elsewhere").touch()
+            file.symlink_to(tmp_path / "elsewhere")
+        case _:
+            file.symlink_to(tmp_path / "nothing")
+    told = rf"{name} is no plain file; move it away, or choose another --state-dir"
+    for call in (check, partial(open_journal, durability="full"), salvage):
+        with pytest.raises(JournalError, match=told):
+            call(folder / "journal.db" if call is check else folder)
