@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,3 +44,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             whole = target.with_name(f"{os.getpid()}.tmp")
             shutil.copy(made, whole)
             whole.replace(target)
+
+
+@pytest.fixture
+def hangups_count() -> Iterator[None]:
+    """Programs that are started hear of SIGHUP, though the tests may run under nohup, which they honour."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)

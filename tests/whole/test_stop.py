@@ -3,6 +3,7 @@
 import signal
 import time
 
+import pytest
 from whole.harness import check_stream, service, stop
 
 from mtplx import messages as m
@@ -150,6 +151,7 @@ def test_an_orderly_stop_leaves_no_socket_files_behind():
         assert sorted(path.name for path in broker.run.iterdir()) == ["back.sock.lock", "front.sock.lock", "state"]
 
 
+@pytest.mark.usefixtures("hangups_count")
 def test_the_end_of_the_terminal_drains_like_any_other_stop():
     with service() as broker:
         worker = broker.worker("--token-s", "0.01")

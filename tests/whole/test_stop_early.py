@@ -17,6 +17,7 @@ def heeded(number):
 
 
 @pytest.mark.parametrize("module", ["broker", "worker"])
+@pytest.mark.usefixtures("hangups_count")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.usefixtures("heeded")
 def test_a_stop_while_it_starts_ends_a_program_in_order(module, number, tmp_path):

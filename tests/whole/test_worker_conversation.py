@@ -122,6 +122,7 @@ def test_a_broker_that_is_away_in_the_middle_of_a_job_gets_its_worker_back(away)
 # --- a worker that leaves
 
 
+@pytest.mark.usefixtures("hangups_count")
 @pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_worker_told_to_stop_ends_its_job_and_the_line_waits_for_the_next_worker(told):
     with service(*QUICK) as broker:
