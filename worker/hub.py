@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from huggingface_hub import HfApi, errors, hf_hub_download, try_to_load_from_cache
 
 from mtplx.errors import ModelFilesError
 from mtplx.paths import exists, expanded
-from worker.engine.files import HUB_ID, KNOWN, Tensor, check_model_files, unreachable
+from worker.engine.files import HUB_ID, KNOWN, Tensor, check_config, check_model_files, unreachable
 from worker.speculation.mtp.survey import CONFIG, Checkpoint, read_config
 
 # Headers that are read at once: a large checkpoint has 163 files.
@@ -19,18 +20,21 @@ _AT_ONCE: Final = 8
 _UNREACHED: Final = (errors.HTTPError, OSError, ValueError)  # type: ignore[attr-defined]
 
 
-def is_elsewhere(name: str) -> bool:
-    """Whether *name* is a hub id of which no whole copy is on this machine."""
-    if name in KNOWN or exists(expanded(name)) or not HUB_ID.fullmatch(name):
-        return False
-    config = try_to_load_from_cache(name, CONFIG)
+def is_hub_id(name: str) -> bool:
+    """Whether *name* is a hub id, and nothing on this machine."""
+    return name not in KNOWN and not exists(expanded(name)) and HUB_ID.fullmatch(name) is not None
+
+
+def whole_copy(hub_id: str) -> Path | None:
+    """Where the copy of *hub_id* that was fetched is, though the hub may have a later one; None: there is none."""
+    config = try_to_load_from_cache(hub_id, CONFIG)
     if not isinstance(config, str):
-        return True
+        return None
     try:
         check_model_files(Path(config).parent)
     except ModelFilesError:
-        return True
-    return False
+        return None
+    return Path(config).parent
 
 
 def checkpoint(hub_id: str) -> Checkpoint:
@@ -42,25 +46,32 @@ def checkpoint(hub_id: str) -> Checkpoint:
     api = HfApi()
     try:
         config = read_config(Path(hf_hub_download(hub_id, CONFIG)).parent)
-        files = sorted(name for name in api.list_repo_files(hub_id) if Path(name).match("*.safetensors"))
+        check_config(config, hub_id)
         # Those in folders are other forms of the same weights.
-        top = [name for name in files if "/" not in name]
+        files = sorted(name for name in api.list_repo_files(hub_id) if re.fullmatch(r"[^/]+\.safetensors", name))
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            headers = list(pool.map(lambda name: api.parse_safetensors_file_metadata(hub_id, name), top))
+            headers = list(pool.map(lambda name: _tensors(api, hub_id, name), files))
+    except errors.LocalEntryNotFoundError as error:
+        raise unreachable(hub_id, error) from error
+    except errors.EntryNotFoundError as error:
+        raise ModelFilesError(f"{hub_id} has no {CONFIG}; take a repository that holds a model.") from error
     except _UNREACHED as error:
         raise unreachable(hub_id, error) from error
-    except errors.SafetensorsParsingError as error:
-        raise ModelFilesError(f"{hub_id} holds a file that is no safetensors file: {error}") from error
-    if not top:
+    if not files:
         raise ModelFilesError(f"{hub_id} holds no safetensors files; take a conversion of it that does.")
-    found: dict[str, Tensor] = {}
-    for name, header in zip(top, headers, strict=True):
-        found |= _tensors(Path(hub_id) / name, header)
-    return Checkpoint(hub_id, hub_id, config, found)
+    return Checkpoint(hub_id, hub_id, config, {name: one for header in headers for name, one in header.items()})
 
 
-def _tensors(file: Path, header: Any) -> dict[str, Tensor]:
-    return {
-        name: Tensor(file, tuple(one.shape), one.data_offsets[1] - one.data_offsets[0])
-        for name, one in header.tensors.items()
-    }
+def _tensors(api: HfApi, hub_id: str, name: str) -> dict[str, Tensor]:
+    """The tensors of one file, by its header."""
+    try:
+        found = api.parse_safetensors_file_metadata(hub_id, name).tensors
+        return {
+            tensor: Tensor(Path(hub_id) / name, tuple(one.shape), one.data_offsets[1] - one.data_offsets[0])
+            for tensor, one in found.items()
+        }
+    except (errors.SafetensorsParsingError, TypeError, LookupError, AttributeError) as error:
+        why = str(error) or type(error).__name__
+        raise ModelFilesError(
+            f"{name} of {hub_id} is no whole safetensors file ({why}); take another revision or conversion."
+        ) from error

@@ -25,10 +25,13 @@ def model_of(settings: Settings) -> Checkpoint:
     Raises:
         ModelFilesError: it is not there, or not whole.
     """
-    if hub.is_elsewhere(settings.model):
-        return hub.checkpoint(settings.model)
-    path = resolve_model(settings.model, settings.cache_dir)
-    check_model_files(path)
+    if hub.is_hub_id(settings.model):
+        path = hub.whole_copy(settings.model)
+        if path is None:
+            return hub.checkpoint(settings.model)
+    else:
+        path = resolve_model(settings.model, settings.cache_dir)
+        check_model_files(path)
     return Checkpoint.at(path)
 
 

@@ -6,6 +6,8 @@ The hub is a server of the test's own on loopback, which counts what it gives aw
 from __future__ import annotations
 
 import json
+import shutil
+import struct
 import subprocess
 import sys
 import threading
@@ -137,8 +139,54 @@ def test_no_network_a_damaged_header_and_no_weights_are_told_in_a_sentence(hub: 
     weights = hub.folder / "model.safetensors"
     weights.write_bytes(b"\xff" * 300)
     done = look(hub, tmp_path / "home")
-    assert "holds a file that is no safetensors file" in done.stderr
+    assert "model.safetensors of makers/tiny-mimo is no whole safetensors file" in done.stderr
     weights.unlink()
     done = look(hub, tmp_path / "home")
     assert "holds no safetensors files" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"[1]", b'{"a": [1]}', b'{"a": {"dtype": "F32", "shape": null, "data_offsets": [0, 4]}}',
+     b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4]}}'],
+)  # fmt: skip
+def test_headers_that_no_file_should_have_are_told_in_a_sentence(hub: Hub, tmp_path: Path, header: bytes) -> None:
+    (hub.folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    done = look(hub, tmp_path / "home")
+    assert done.returncode == ModelFilesError.exit_code, done.stderr
+    assert "is no whole safetensors file" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": None}, "names no model_type"),
+        ({"model_file": "own.py"}, "wants to run its own code"),
+        (None, "has no config.json"),
+    ],
+)
+def test_a_config_that_a_folder_is_refused_for_is_refused_here(
+    hub: Hub, tmp_path: Path, config: dict | None, words: str
+) -> None:
+    file = hub.folder / "config.json"
+    if config is None:
+        file.unlink()
+    else:
+        file.write_text(json.dumps({**json.loads(file.read_text()), **config}))
+    done = look(hub, tmp_path / "home")
+    assert (done.returncode, words in done.stderr) == (ModelFilesError.exit_code, True), done.stderr
+
+
+def test_a_whole_copy_that_was_fetched_before_is_looked_at_though_the_hub_has_a_later_one(
+    hub: Hub, tmp_path: Path
+) -> None:
+    copy = tmp_path / "home" / "hub" / f"models--{REPO.replace('/', '--')}"
+    shutil.copytree(hub.folder, copy / "snapshots" / ("1" * 40))
+    (copy / "refs").mkdir()
+    (copy / "refs" / "main").write_text("1" * 40)
+    done = look(hub, tmp_path / "home")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["model"] == REPO
+    assert not any("/resolve/" in path for path in hub.given)

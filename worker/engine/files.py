@@ -119,11 +119,7 @@ def check_model_files(path: Path) -> None:
     unfinished = sorted([*path.glob("*.incomplete"), *(path / ".cache").rglob("*.incomplete")])
     if unfinished:
         raise ModelFilesError(f"{unfinished[0]} is an unfinished download; fetch the model again.")
-    config = _read_json(path / "config.json")
-    if not isinstance(config.get("model_type"), str):
-        raise ModelFilesError(f"{path / 'config.json'} names no model_type; it is not the config of a model.")
-    if config.get("model_file") is not None:
-        raise ModelFilesError(f"{path} wants to run its own code ({config['model_file']}); that is never done.")
+    check_config(_read_json(path / "config.json"), str(path))
     if (path / MANIFEST).exists():
         _check_manifest(path)
     for shard in weight_files(path):
@@ -132,6 +128,18 @@ def check_model_files(path: Path) -> None:
         if (path / name).exists():
             _read_json(path / name)
     _check_tokenizer(path)
+
+
+def check_config(config: dict[str, Any], where: str) -> None:
+    """Refuse a config that is no model's, or that brings code.
+
+    Raises:
+        ModelFilesError: naming *where* it is.
+    """
+    if not isinstance(config.get("model_type"), str):
+        raise ModelFilesError(f"{where}/config.json names no model_type; it is not the config of a model.")
+    if config.get("model_file") is not None:
+        raise ModelFilesError(f"{where} wants to run its own code ({config['model_file']}); that is never done.")
 
 
 def _check_manifest(path: Path) -> None:
